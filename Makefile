@@ -69,7 +69,7 @@ bench: $(VENV)/.parity
 
 # A short run with the lowest and with the newest versions of the dependencies. dev/dependencies.sha256 says for which
 # requirements it has passed; commit it with pyproject.toml.
-EXTRAS := plot view serve math
+EXTRAS := view serve math
 versions:
 	rm -rf build/versions && mkdir -p build/versions
 	$(OLD_PYTHON) dev/lowest_versions.py $(EXTRAS) > build/versions/lowest.txt
@@ -93,7 +93,7 @@ $(BIN)/pip:
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/pip
 	@echo "installing into $(VENV) (about 1.3 GB, about a minute)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[plot,view]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[view]"
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/pip
@@ -113,11 +113,11 @@ $(VENV)/.parity: pyproject.toml | $(BIN)/pip
 # All of these at once.
 all_installed: | $(BIN)/pip
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test,lint,parity,docs,plot,view]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test,lint,parity,docs,view]"
 	cd $(VENV) && touch .demo .test .lint .parity .docs
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/pip
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[docs,plot,view]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[docs,view]"
 	touch $@
 
 $(VENV)/.long: $(VENV)/.parity

@@ -28,7 +28,7 @@ from models import QWEN_7M, parser, show
 
 from groupax import Engine, SamplingParams, init_model
 from groupax.engine.scheduler import TURN_STEPS
-from groupax.episodes.play import play_episodes
+from groupax.episodes.play import Prompts, play_episodes
 from groupax.episodes.rules import make_rules
 from groupax.settings.rollouts import EpisodeSettings
 from groupax.types import Rollout
@@ -90,7 +90,9 @@ def played(engine: Engine, seconds: float, turns: int) -> tuple[float, list[Roll
     bias = {call: math.log((len(tokenizer) - 1) / (TURN_TOKENS - 1)), end: -100.0}
     params = SamplingParams(n=GROUP, max_tokens=1200, logit_bias=bias, stop_token_ids=(call,), seed=3)
     started_s = time.perf_counter()
-    groups = play_episodes(engine, tokenizer, [{"prompt": prompt}] * PROMPTS, [ids] * PROMPTS, params, 0, rules=rules)
+    groups = play_episodes(
+        engine, tokenizer, Prompts([{"prompt": prompt}] * PROMPTS, [ids] * PROMPTS), params, 0, rules=rules
+    )
     rows = [row for group in sorted(groups, key=lambda group: group[0].prompt_index) for row in group]
     took_s = time.perf_counter() - started_s
     assert sum(len(turn.calls) for row in rows for turn in row.turns) == PROMPTS * GROUP * turns

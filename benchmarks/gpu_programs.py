@@ -26,7 +26,7 @@ from models import QWEN3_06B, QWEN3_30B_A3B, QWEN_05B
 from groupax.planning.devices import find_target, prepare
 
 if TYPE_CHECKING:  # which imports jax, and `prepare` has to precede that
-    from groupax.planning.kernels import Work
+    from gpu_kernels import Work
 
 TABLE = Path(__file__).parents[1] / "tests" / "golden" / "gpu_programs.json"
 Numbers = dict[str, Any]
@@ -102,10 +102,11 @@ def compiled_programs(case: Case, layers: int) -> Iterator[tuple[str, Numbers, l
     Yields:
         The name of each program, its numbers, and a description of its kernels.
     """
+    from gpu_kernels import compile_for_gpu
+
     from groupax import GRPOConfig
     from groupax.models.families import read_config
     from groupax.parallel.mesh import make_mesh
-    from groupax.planning.kernels import compile_for_gpu
     from groupax.planning.run import trace_run
 
     target = find_target("h100-1")

@@ -27,7 +27,7 @@ from groupax.parallel.mesh import num_data_shards
 from groupax.runs.build import learner_settings
 from groupax.training.batch import pack
 from groupax.training.learner import Learner
-from groupax.training.step import micro_step, shard_batch, zero_grads
+from groupax.training.step import StepSettings, micro_step, shard_batch, zero_grads
 from groupax.types import Row
 
 LENGTHS = (2048, 4096, 8192, 16_384)
@@ -50,10 +50,9 @@ def main() -> None:
         [part], _ = pack(rows, num_data_shards(model.mesh), settings.micro_batch_tokens or 0)
         totals = zero_grads(model.params, config=model.config, settings=settings.objective, mesh=model.mesh)
         counts = Denominators(jnp.float32(2), jnp.float32(2 * length))
-        static: dict[str, Any] = {"config": model.config, "settings": settings.objective, "mesh": model.mesh}
+        step = StepSettings(model.config, settings.objective, model.mesh, execution_for("cpu", "full"))
         batch = shard_batch(part.batch, model.mesh)
-        static["execution"] = execution_for("cpu", "full")
-        lowered = micro_step.lower(model.params, totals, batch, counts, jnp.float32(0), **static)
+        lowered = micro_step.lower(model.params, totals, batch, counts, jnp.float32(0), settings=step)
         memory: Any = lowered.compile().memory_analysis()
         row: dict[str, Any] = {"tokens_per_row": length, "temporaries_gb_per_device": memory.temp_size_in_bytes / 1e9}
         row |= {"update_s": None, "process_peak_gb": None}

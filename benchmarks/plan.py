@@ -98,44 +98,6 @@ GPT_OSS_20B: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
 }
-QWEN3_VL_8B: dict[str, Any] = {
-    "architectures": ["Qwen3VLForConditionalGeneration"],
-    "model_type": "qwen3_vl",
-    "image_token_id": 151655,
-    "video_token_id": 151656,
-    "vision_start_token_id": 151652,
-    "vision_end_token_id": 151653,
-    "tie_word_embeddings": False,
-    "text_config": {
-        "model_type": "qwen3_vl_text",
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 5000000.0,
-        "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
-        "max_position_embeddings": 262144,
-    },
-    "vision_config": {
-        "model_type": "qwen3_vl",
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_heads": 16,
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-        "out_hidden_size": 4096,
-        "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": [8, 16, 24],
-        "hidden_act": "gelu_pytorch_tanh",
-        "in_channels": 3,
-    },
-}
 DEEPSEEK_V3: dict[str, Any] = {
     "model_type": "deepseek_v3",
     "vocab_size": 129280,
@@ -190,12 +152,6 @@ SHOWS: dict[str, tuple[dict[str, Any], str, str]] = {
         f"--prompts_per_step 64 {SHORT} --mesh 1,32,8,1,1 --gradient_checkpointing full --decoding_tp 64 "
         "--offload_optimizer",
     ),
-    "qwen3-vl-8b": (
-        QWEN3_VL_8B,
-        "h100-8",
-        "--prompts_per_step 64 --max_prompt_length 1536 --max_completion_length 1024 --num_generations 8 "
-        "--mesh 1,-1,1,1,1 --gradient_checkpointing full --images 1 --image_tokens 1024",
-    ),
     "llama-3.3-70b-h100": (LLAMA_70B, "h100-64", LONG),
     "llama-3.3-70b-v5p": (LLAMA_70B, "v5p-128", LONG),
 }
@@ -219,16 +175,14 @@ def planned(model: Mapping[str, Any], devices: str, flags: str) -> tuple[list[di
 
 
 def markdown(plan: Mapping[str, Any]) -> str:
-    """Returns a plan as a table: memory in GB, kernels, and the least time."""
+    """Returns a plan as a table: memory in GB, and the least time."""
     programs = plan["programs"]
     kinds = [kind for kind in KINDS if any(each["memory"].get(kind, 0) >= 5e6 for each in programs)]
-    has_kernels = any(each["kernels"] is not None for each in programs)
     head = [
         "GB of a device",
         *kinds,
         "total",
         "runs",
-        *(["kernels of a run"] if has_kernels else []),
         "at least, a run",
     ]
     rows = [head, ["---"] * len(head)]
@@ -236,9 +190,8 @@ def markdown(plan: Mapping[str, Any]) -> str:
         bound = max(each["seconds"], key=each["seconds"].get)
         sizes = [each["memory"].get(kind, 0.0) / 1e9 for kind in kinds]
         cells = [f"{size:.2f}" if size >= 0.005 else "" for size in sizes]
-        kernels = [f"{each['kernels']:,.0f}"] if has_kernels else []
         least = f"{milliseconds(each['seconds'][bound])}, {bound}" if each["seconds"][bound] >= 5e-5 else ""
-        rows.append([f"`{each['name']}`", *cells, f"{each['total'] / 1e9:.2f}", str(each["runs"]), *kernels, least])
+        rows.append([f"`{each['name']}`", *cells, f"{each['total'] / 1e9:.2f}", str(each["runs"]), least])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, get_args
 
 import groupax
-from groupax.cli.main import COMMANDS, USAGE, run_command
+from groupax.cli.main import COMMANDS, run_command, usage
 from groupax.config import GRPOConfig, SFTConfig
 from groupax.runs import diagnostics
 from groupax.runs.checkpoints import saver
@@ -108,7 +108,7 @@ def python_page() -> Iterator[str]:
 
 def command_page() -> Iterator[str]:
     """Yields the lines of the page about the commands: what their help prints, with settings on pages of their own."""
-    yield from ("# Command line", "", "```text", USAGE.rstrip(), "```")
+    yield from ("# Command line", "", "```text", usage(), "```")
     for name in COMMANDS:
         yield from ("", f"## {name}", "", "```text", _help_of(name), "```")
 
@@ -186,7 +186,7 @@ def _help_of(command: str) -> str:
     os.environ["COLUMNS"] = "100"
     try:
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-            run_command(command, ["--help", *(["all"] if command in ("eval", "generate", "serve") else [])])
+            run_command(command, ["--help"])
     finally:
         os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
     return re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).rstrip()

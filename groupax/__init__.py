@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from groupax.models.weights.saving import save_adapter as save_adapter
     from groupax.models.weights.saving import save_model as save_model
     from groupax.replay.bisect import bisect_run as bisect_run
-    from groupax.replay.bundled import replay_bundle as replay_bundle
-    from groupax.replay.make_bundle import bundle_step as bundle_step
     from groupax.replay.session import replay_step as replay_step
     from groupax.settings.sampling import SamplingParams as SamplingParams
     from groupax.sft import SFTResult as SFTResult
@@ -63,7 +61,6 @@ _HOME = {
     "TrainResult": "groupax.trainer",
     "add_adapter": "groupax.models.weights.checkpoint",
     "bisect_run": "groupax.replay.bisect",
-    "bundle_step": "groupax.replay.make_bundle",
     "init_model": "groupax.models.weights.checkpoint",
     "load_model": "groupax.models.weights.checkpoint",
     "mcp": "groupax.environments.mcp_tools",
@@ -72,7 +69,6 @@ _HOME = {
     "python_tool": "groupax.environments.python_tool",
     "read_traces": "groupax.episodes.traces",
     "recorded_rollouts": "groupax.episodes.traces",
-    "replay_bundle": "groupax.replay.bundled",
     "replay_step": "groupax.replay.session",
     "save_adapter": "groupax.models.weights.saving",
     "save_model": "groupax.models.weights.saving",

@@ -15,7 +15,6 @@ from urllib.parse import quote
 
 import numpy as np
 
-from groupax.data.tokenizer import token_bytes
 from groupax.errors import require
 
 MAX_CHARACTERS = 1 << 16  # of a constraint
@@ -32,6 +31,8 @@ LIMITS = {
     "verbose_errors": False,
 }
 # All tokens that may follow, not only those that the tokenizer itself would write.
+# Every tokenizer must spell this text.
+_SAMPLE = '{"a b": [1, -2.5e3, true],  "é": "\\n \u20ac\U0001f600"}'
 HEADER = '%llguidance {"no_forcing": true}\n'
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _ESCAPE, _CLASS = re.compile(r"\\.", re.DOTALL), re.compile(r"\[(\^?\]?[^\]]*)\]")
@@ -98,9 +99,8 @@ class ConstraintCompiler:
                     raise ValueError("a constraint needs a tokenizer; give the Engine one")
                 if not self.eos_ids:
                     raise ValueError("a constraint needs an end-of-sequence token; the model has none")
-                library, vocabulary = _llguidance(), _Vocabulary(self.tokenizer, self.vocab_size, self.eos_ids[0])
-                self._executor = library.LLExecutor()
-                self._tokens = library.LLTokenizer(library.TokenizerWrapper(vocabulary), eos_token=list(self.eos_ids))
+                self._executor = _llguidance().LLExecutor()
+                self._tokens = _vocabulary(self.tokenizer, self.vocab_size, self.eos_ids)
             return self._tokens
 
     def _compile(self, kind: str, text: str) -> Any:
@@ -297,20 +297,31 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-class _Vocabulary:
-    """The tokens of a model by their bytes, in the form that `llguidance.TokenizerWrapper` takes."""
+def _vocabulary(tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> Any:
+    """Returns a model's vocabulary as an `llguidance.LLTokenizer`.
 
-    bos_token_id = None
-    special_token_ids = ()
+    Raises:
+        ValueError: Its tokens do not spell the text that they are decoded to, as with WordPiece.
+    """
+    _llguidance()
+    from llguidance.hf import from_tokenizer
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_id: int) -> None:
-        self.tokenizer, self.eos_token_id = tokenizer, eos_id
-        # what is no text begins with a byte that no text has
-        found = token_bytes(tokenizer, vocab_size)
-        self.tokens = [each or b"\xff%d" % index for index, each in enumerate(found)]
-
-    def __call__(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+    try:
+        tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_ids))
+        ids = [
+            index
+            for index in tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
+            if index != tokenizer.unk_token_id
+        ]
+        spelled, decoded = tokens.decode_bytes(ids), tokenizer.decode(ids, clean_up_tokenization_spaces=False).encode()
+    except ValueError as error:
+        raise ValueError(f"this tokenizer cannot be used with regex or json_schema: {error}") from error
+    if spelled.lstrip(b" ") != decoded.lstrip(b" "):
+        raise ValueError(
+            f"this tokenizer cannot be used with regex or json_schema: its tokens spell {spelled!r}, and it decodes "
+            f"them to {decoded!r}"
+        )
+    return tokens
 
 
 def _llguidance() -> Any:

@@ -10,7 +10,6 @@ EXTRAS = {
     "math": ("math_verify",),
     "mcp": ("mcp",),
     "openenv": ("websockets",),
-    "plot": ("matplotlib",),
     "quantize": ("qwix",),
     "ray": ("ray",),
     "s3": ("s3fs",),

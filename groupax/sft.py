@@ -36,9 +36,8 @@ from groupax.runs.checkpoints.saver import remove_download
 from groupax.runs.diagnostics import Diagnose, supervised_diagnostics
 from groupax.runs.header import data_name, memory_facts, model_facts, recomputation
 from groupax.runs.log import RunLog
-from groupax.runs.model_card import SFT, license_of, read_card, run_card
+from groupax.runs.model_card import SFT, Trained, license_of, read_card, run_card
 from groupax.runs.progress.display import Progress, headline_text, result_html, short_number
-from groupax.runs.report.card import run_sections
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.trainer import Description, Trainer, make_learner
 from groupax.settings.objective import EntropySettings, ObjectiveSettings
@@ -176,7 +175,7 @@ class SFTTrainer(Trainer):
         with run.training() as stop:
             while True:
                 run.evaluate_if_due()
-                run.save_if_due()
+                run.hooks.save_if_due(run)
                 if run.is_over():
                     break
                 stop.check()
@@ -185,7 +184,8 @@ class SFTTrainer(Trainer):
                 rows = rows_of(sequences)
                 update = self._update(rows, sequences)
                 self._log(update)
-                run.stop_if_diverged(rows, update, "Lower learning_rate, or look at these batches")
+                if not update.applied:
+                    run.stop_if_diverged(rows, update, "Lower learning_rate, or look at these batches")
         return SFTResult(self.cursor.step, run.train_seconds, run.log.last)
 
     def visited(self, step: int) -> list[int]:
@@ -333,7 +333,7 @@ class SFTTrainer(Trainer):
     def card(self) -> str:
         """Returns the card of the model."""
         adapter = self.start_model.adapter
-        return run_card(
+        trained = Trained(
             self.args,
             adapter.base_name if adapter else self.start_model.name,
             None if adapter is None else asdict(adapter.config),
@@ -343,9 +343,8 @@ class SFTTrainer(Trainer):
             self.last_metrics,
             is_chat=bool(getattr(self.tokenizer, "chat_template", None)),
             license_id=license_of(read_card(self.start_model.source)),
-            method=SFT,
-            of_run=run_sections(self.run_folder.path),
         )
+        return run_card(trained, SFT)
 
 
 def learner_settings(args: SFTConfig) -> LearnerSettings:

@@ -5,6 +5,7 @@ update      maximize the objective on the next minibatch of the rollout         
 log, save   events to every sink, checkpoints                                       runs/run.py
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -63,11 +64,10 @@ from groupax.runs.diagnostics import (
     setup_diagnostics,
     step_diagnostics,
 )
-from groupax.runs.header import data_name, memory_facts, run_facts, time_facts
+from groupax.runs.header import data_name, memory_facts, recomputation, run_facts, time_facts
 from groupax.runs.log import RunLog
-from groupax.runs.model_card import license_of, read_card, run_card
+from groupax.runs.model_card import Trained, license_of, read_card, run_card
 from groupax.runs.progress.display import Progress, headline_text, result_html, short_number
-from groupax.runs.report.card import run_sections
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.step_record import step_record
 from groupax.runs.trainer import Description, Trainer, make_learner
@@ -226,7 +226,7 @@ class GRPOTrainer(Trainer):
         with run.training() as stop:
             while True:
                 run.evaluate_if_due()
-                run.save_if_due()
+                run.hooks.save_if_due(run)
                 if run.is_over():
                     break
                 stop.check()
@@ -235,7 +235,8 @@ class GRPOTrainer(Trainer):
                     self.pipeline.begin(self.cursor)
                 rows = self.next_rows()
                 update = self.update(rows)
-                run.stop_if_diverged(rows, update, DIVERGED)
+                if not update.applied:
+                    run.stop_if_diverged(rows, update, DIVERGED)
         return TrainResult(self.cursor.step, run.train_seconds, run.log.rollout_tokens_per_s, run.log.last)
 
     def next_rows(self) -> list[Row]:
@@ -283,8 +284,7 @@ class GRPOTrainer(Trainer):
         assert self.experience is not None, "there is a rollout"
         of_rows = zip(self.experience.next_indices(), map(TokenScores, update.logps, update.entropies), strict=True)
         scores = {index: each for index, each in of_rows if index is not None}
-        experience = self.experience.after(update.logps)
-        self.experience = experience if experience.num_left(self.schedule.num_passes) else None
+        self.experience = self.experience.after(update.logps, self.schedule.num_passes)
         return scores
 
     def log(self, rows: Sequence[Row], update: Update, scores: Mapping[int, TokenScores]) -> None:
@@ -298,7 +298,7 @@ class GRPOTrainer(Trainer):
         log.step(step, update.metrics | {"rollout/staleness": staleness}, scores, update.distributions)
         self.last_metrics = log.last
         record = step_record(self.cursor, log.rollouts, rows, update, self.learner.digest())
-        self.run_folder.write_record(record.line())
+        self.run_folder.write_record(json.dumps(vars(record)) + "\n")
         self.stop_if_nothing_is_scored()
 
     def stop_if_nothing_is_scored(self) -> None:
@@ -310,6 +310,8 @@ class GRPOTrainer(Trainer):
             RewardError: There has been no reward for several rollouts, or in the whole run.
         """
         step, unscored = self.cursor.step, num_unscored_steps(self.run.log.diagnostics.history)
+        if not unscored:
+            return
         patience = min(UNSCORED_ROLLOUTS * max(1, self.schedule.updates_per_rollout), START_STEPS)
         if unscored >= patience or unscored == step == self.num_steps:
             names = ", ".join(repr(reward.name) for reward in self.rewards)
@@ -356,15 +358,12 @@ class GRPOTrainer(Trainer):
                 {
                     name: evaluate(
                         self.eval_sampler,
-                        self.tokenizer,
-                        runner,
-                        self.reward_weights,
+                        self.collector.episodes,
+                        self.collector.scoring,
                         prompts,
                         params or eval_params(self.args),
-                        self.correctness_reward,
                         self.emit,
                         f"evaluating {when}: {name}",
-                        self.rules,
                     )
                     for name, prompts in sets.items()
                 }
@@ -491,6 +490,8 @@ class GRPOTrainer(Trainer):
         args, learner, schedule, rules = self.args, self.learner, self.schedule, self.rules
         sets = {"train_dataset": self.prompts}
         sets |= {f"eval_dataset {name!r}": prompts for name, prompts in self.eval_prompts.items()}
+        rewards = ", ".join(reward.name for reward in self.rewards)
+        adapters = {"adapters": ", ".join(args.adapters)} if args.adapters else {}
         return Description(
             run_facts(
                 args,
@@ -498,12 +499,11 @@ class GRPOTrainer(Trainer):
                 self.dataset_name,
                 self.prompts,
                 self.eval_prompts,
-                self.rewards,
                 self.num_steps,
                 schedule.rows_per_step,
-                learner.execution.checkpointing,
-                ({"adapters": ", ".join(args.adapters)} if args.adapters else {}) | rules.names,
-            ),
+                {"rewards": rewards, **adapters, **rules.names},
+            )
+            | recomputation(args.gradient_checkpointing, learner.execution.checkpointing),
             memory_facts(learner, schedule.rows_per_step, 0 if args.rollout_servers else self.engine.planned_bytes()),
             time_facts(args, learner, self.start_model, self.prompts, schedule, rules.has_turns),
             [
@@ -518,7 +518,7 @@ class GRPOTrainer(Trainer):
     def card(self) -> str:
         """Returns the card of the model."""
         adapter = self.start_model.adapter
-        return run_card(
+        trained = Trained(
             self.args,
             adapter.base_name if adapter else self.start_model.name,
             None if adapter is None else asdict(adapter.config),
@@ -529,7 +529,8 @@ class GRPOTrainer(Trainer):
             is_conversational(self.prompts.examples[0]["prompt"]),
             license_of(read_card(self.start_model.source)),
             self.rules.names,
-            of_run=run_sections(self.run_folder.path, self.estimates),
+            held_out=self.estimates,
             recipe=(self.run_folder.command or {}).get("recipe"),
             prompt=self.public_prompt,
         )
+        return run_card(trained)

@@ -210,7 +210,30 @@ class Rollout:
             object.__setattr__(self, "mask", np.ones(num_tokens, bool))
         if not self.turns:
             object.__setattr__(self, "turns", (Turn(0, num_tokens, self.text),))
-        _check_turns(self)
+        turns, mask = self.turns, self.mask
+        if mask.shape != (num_tokens,) or mask.dtype != bool:
+            raise ValueError(
+                f"the mask of a rollout must be a bool for each of its {num_tokens} completion tokens, got "
+                f"{mask.dtype} {list(mask.shape)}"
+            )
+        ends = [position for turn in turns for position in (turn.start, turn.end)]
+        if ends != sorted(ends) or ends[0] < 0 or ends[-1] > num_tokens:
+            raise ValueError(
+                f"the turns of a rollout must follow each other within its {num_tokens} completion tokens, got the "
+                f"ranges {[(turn.start, turn.end) for turn in turns]}"
+            )
+        in_turns = np.zeros(num_tokens, bool)
+        for turn in turns:
+            in_turns[turn.start : turn.end] = True
+        if (mask & ~in_turns).any():
+            first = int(np.argmax(mask & ~in_turns))
+            raise ValueError(
+                f"token {first} of a rollout is marked as sampled, and it is in none of its {len(turns)} turns"
+            )
+        if self.turn_advantages is not None and len(self.turn_advantages) != len(turns):
+            raise ValueError(
+                f"turn_advantages must have one number per turn, got {len(self.turn_advantages)} for {len(turns)} turns"
+            )
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -221,11 +244,6 @@ class Rollout:
     def has_turns(self) -> bool:
         """True for an episode with several turns or calls of tools, False for a plain completion."""
         return len(self.turns) > 1 or self.messages is not None or any(turn.calls for turn in self.turns)
-
-    @property
-    def is_truncated(self) -> bool:
-        """True if a limit ended the completion."""
-        return self.finish_reason in TRUNCATIONS
 
     @property
     def is_failure(self) -> bool:
@@ -243,38 +261,6 @@ class Rollout:
         if self.messages is not None:
             return [dict(message) for message in self.messages]
         return [{"role": "assistant", "content": self.text}] if not isinstance(self.prompt, str) else self.text
-
-
-def _check_turns(rollout: Rollout) -> None:
-    """Checks that mask, turns and their advantages fit to the tokens.
-
-    Raises:
-        ValueError: They do not.
-    """
-    num_tokens, turns = len(rollout.completion_ids), rollout.turns
-    if rollout.mask.shape != (num_tokens,) or rollout.mask.dtype != bool:
-        raise ValueError(
-            f"the mask of a rollout must be a bool for each of its {num_tokens} completion tokens, got "
-            f"{rollout.mask.dtype} {list(rollout.mask.shape)}"
-        )
-    ends = [position for turn in turns for position in (turn.start, turn.end)]
-    if ends != sorted(ends) or ends[0] < 0 or ends[-1] > num_tokens:
-        raise ValueError(
-            f"the turns of a rollout must follow each other within its {num_tokens} completion tokens, got the ranges "
-            f"{[(turn.start, turn.end) for turn in turns]}"
-        )
-    in_turns = np.zeros(num_tokens, bool)
-    for turn in turns:
-        in_turns[turn.start : turn.end] = True
-    if (rollout.mask & ~in_turns).any():
-        first = int(np.argmax(rollout.mask & ~in_turns))
-        raise ValueError(
-            f"token {first} of a rollout is marked as sampled, and it is in none of its {len(turns)} turns"
-        )
-    if rollout.turn_advantages is not None and len(rollout.turn_advantages) != len(turns):
-        raise ValueError(
-            f"turn_advantages must have one number per turn, got {len(rollout.turn_advantages)} for {len(turns)} turns"
-        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -91,6 +91,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_traceback_in_locations_limit", 0)  # where operations come from; a tenth of the time of tracing
 
+import numpy as np
 import pytest
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -234,3 +235,9 @@ def steps_started(trainer):
     trainer.listeners = [lambda event: started.append(event.step) if isinstance(event, StepStarted) else None]
     trainer.train()
     return started
+
+
+def assert_trees_match(one, other, **bounds):
+    """Compares the arrays of two trees, which are equal if no bounds of `assert_allclose` are given."""
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, **bounds) if bounds else np.testing.assert_array_equal(a, b)

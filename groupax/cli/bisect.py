@@ -1,4 +1,4 @@
-"""`groupax bisect`: the step, the update and the rows that a metric went wrong by."""
+"""`groupax bisect`: the step that a metric went wrong in, what differs in it today, and its rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Bisect:
     """Find the first step whose metrics fulfil a condition, and what made it so.
 
     The steps up to it are computed again. One that is not the recorded one with today's dataset, rewards and settings
-    names what has changed. The update that made the metric go wrong, and its rows, are found by leaving them out.
+    names what has changed. The step's rows are listed by their shares of its gradient.
     """
 
     run_dir: Positional[str]
@@ -21,16 +21,14 @@ class Bisect:
     until: str
     """The condition, such as 'kl > 1' or 'grad_norm > 10 or loss is nan'."""
     window: int = 8
-    """Number of steps to compute again, of which the last one is the first that fulfils the condition. Their weights
-    and optimizer states are kept in memory."""
+    """Number of steps to compute again, of which the last one is the first that fulfils the condition."""
 
 
 def bisect(arguments: Sequence[str]) -> None:
     """Runs `groupax bisect`."""
     command = parsed(Bisect, "bisect", arguments)
 
-    from groupax.replay.bisect import bisected, bisection_lines, first_line, opening
-    from groupax.replay.causes import parsed_condition
+    from groupax.replay.bisect import bisected, bisection_lines, first_line, opening, parsed_condition
     from groupax.replay.recorded import recorded_run
     from groupax.replay.session import settings_of
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from groupax.cli.train import chosen_agents, flag_value
 from groupax.config import GRPOConfig
@@ -18,17 +18,15 @@ from groupax.runs.diagnostics import reward_diagnostics
 from groupax.runs.files import check_unlocked
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
-from groupax.settings.command_line import Positional, Topics, parsed
+from groupax.settings.command_line import Positional, parsed
 from groupax.settings.compute import DecodingWeights
 from groupax.settings.rollouts import EpisodeSettings, PromptOverflow, RewardSettings
 from groupax.settings.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from groupax.data.examples import Examples
     from groupax.evaluation.evaluate import SetEvaluation
-    from groupax.rewards.contract import Reward
+    from groupax.evaluation.items import Comparison
 
 Results = Mapping[str, Mapping[str, "SetEvaluation"]]  # by set, then by way of sampling: greedy, sampled
 
@@ -40,12 +38,6 @@ class Eval:
     """Evaluate a model on held-out prompts: pass@1 of greedy completions, with --n above 1 and a --temperature also
     pass@k and maj@k of sampled ones, and the mean of every reward, all with 95 % intervals. The default of --max_tokens
     becomes half of the model's positions if these are too few for it."""
-
-    TOPICS: ClassVar[Topics] = {
-        "Task": ("model", "recipe", "dataset", "reward_funcs", "tools", "environments", "limit", "output_dir"),
-        "Sampling": ("n", "temperature", "max_tokens", "greedy"),
-        "Model": ("chat_template", "weights", "tp", "kv_cache_gb"),
-    }
 
     model: str | None = None
     """Folder or Hugging Face hub id of a model or an adapter; by default the recipe's."""
@@ -115,21 +107,39 @@ def run_eval(command: Eval, progress: Progress) -> Results:
         command: Parsed command line.
         progress: Display of the progress, used by the primary process only.
     """
+    from groupax.data.prompts import encode_examples, prompt_limit
+    from groupax.engine.core import FEATURE_BYTES
+    from groupax.engine.engine import Engine
+    from groupax.episodes.environment import environment_rewards
+    from groupax.episodes.rules import make_rules
+    from groupax.evaluation.evaluate import evaluate as evaluate_set
     from groupax.evaluation.evaluate import find_correctness_reward
+    from groupax.models.vision.processing import prompt_encoder
     from groupax.parallel.runtime import compilation, configure_jax
     from groupax.recipes.recipe import fitting_length, fitting_template, max_positions_of
-    from groupax.rewards.resolve import resolve_weights
+    from groupax.rewards.resolve import check_columns, resolve_rewards, resolve_weights
+    from groupax.rewards.runner import RewardRunner
+    from groupax.rollouts.collector import Episodes, Scoring
+    from groupax.storage.folders import resolve_folder
 
     command = replace(command, output_dir=command.output_dir.absolute())  # a reward may change the working directory
     configure_jax()  # joins the other processes, so that it is known which one is the primary process
     progress = primary_only(progress)
     progress.is_compiling = lambda: compilation().is_under_way
+    results: dict[str, dict[str, SetEvaluation]] = {}
     with stoppable("before the evaluation was complete; nothing was saved"):
         recipe = load_recipe(command.recipe) if command.recipe else None
         tools, environments = chosen_agents(command.tools, command.environments, recipe).load()
-        model = command.model or (recipe and recipe.model)
-        datasets, rewards = _sets_and_rewards(command, recipe, environments, model)
-        assert model is not None, "it was looked for"
+        model, own_rewards = command.model or (recipe and recipe.model), environment_rewards(environments)
+        functions = command.reward_funcs or (recipe.reward_funcs if recipe else ())
+        if model is None or not (functions or own_rewards):
+            name = "model" if model is None else "reward_funcs"
+            raise ValueError(f"--{name} is missing; give it, or a --recipe that has it ({', '.join(RECIPES)})")
+        datasets = _load_sets(command, recipe)
+        columns = [name for name in next(iter(datasets.values()))[0] if name != "prompt"]
+        rewards = [*(resolve_rewards(list(functions), columns) if functions else ()), *own_rewards]
+        for name, rows in datasets.items():
+            check_columns(rewards, columns, rows[0], f"dataset {name!r}")
         own = recipe.config if recipe and command.reward_funcs is None else {}
         weights = own.get("reward_weights") if command.reward_weights is None else command.reward_weights
         weights = resolve_weights(weights, rewards)
@@ -141,103 +151,47 @@ def run_eval(command: Eval, progress: Progress) -> Results:
             sampling = replace(sampling, max_tokens=longest, min_tokens=min(sampling.min_tokens, longest))
         template, more = fitting_template(model, command.chat_template, list(datasets.values()))
         overflow = command.prompt_overflow or (recipe.config.get("prompt_overflow") if recipe else None) or "error"
-        command = replace(command, model=model, chat_template=template, prompt_overflow=overflow, sampling=sampling)
         for note in (*notes, *more):
             progress(Message(note))
+
         progress(PhaseStarted("loading the model"))
-        scoring = _Scoring(rewards, weights, correctness, tools, environments)
-        started_s, results = _evaluate_sets(command, datasets, scoring, progress)
+        engine = Engine.load(
+            model,
+            chat_template=template,
+            weights=command.weights,
+            tp=command.tp,
+            max_slots=command.max_concurrent_rows,
+            kv_bytes=None if command.kv_cache_gb is None else int(command.kv_cache_gb * 1e9),
+        )
+        started_s, tokenizer, kwargs = time.perf_counter(), engine.tokenizer, command.chat_template_kwargs
+        limit = prompt_limit(engine.config.max_positions, sampling.max_tokens, command.max_prompt_length, "max_tokens")
+        rules = make_rules(tokenizer, command.episodes, tools, environments, kwargs, engine.eos_ids)
+        rules = replace(rules, max_prompt_tokens=limit)
+        source = None if engine.config.vision is None else resolve_folder(model)
+        encoder = prompt_encoder(engine.config.vision, source, tokenizer, FEATURE_BYTES)
+        with RewardRunner(rewards, RewardSettings()) as runner:
+            for name, rows in datasets.items():
+                where, schemas = f"dataset {name!r}", rules.schemas_of(rows)
+                prompts = encode_examples(rows, tokenizer, limit, overflow, kwargs, where, schemas, encoder=encoder)
+                results[name] = {
+                    way: evaluate_set(
+                        engine,
+                        Episodes(tokenizer, rules),
+                        Scoring(runner, weights, correctness),
+                        prompts,
+                        params,
+                        progress,
+                        f"evaluating {name}, {way}",
+                    )
+                    for way, params in _ways(sampling, command.greedy).items()
+                }
+    command = replace(command, model=model, sampling=sampling)
     errors = {name: text for ways in results.values() for way in ways.values() for name, text in way.errors.items()}
     for text in reward_diagnostics(errors).values():
         progress(Message(text, warning=True))
     seconds = round(time.perf_counter() - started_s, 2)
     processes.run_on_primary(lambda: _write(command, correctness, results, seconds, progress))
     return results
-
-
-@dataclass(frozen=True, eq=False)
-class _Scoring:
-    """The rewards of an evaluation with their weights, the one that judges, and the parts of episodes."""
-
-    rewards: "Sequence[Reward]"
-    weights: "np.ndarray"
-    correctness_reward: str | None
-    tools: Sequence[Any]
-    environments: Any
-
-
-def _sets_and_rewards(
-    command: Eval, recipe: Recipe | None, environments: Any, model: str | None
-) -> "tuple[dict[str, Examples], list[Reward]]":
-    from groupax.episodes.environment import environment_rewards
-    from groupax.rewards.resolve import check_columns, resolve_rewards
-
-    functions = command.reward_funcs or (recipe.reward_funcs if recipe else ())
-    own_rewards = environment_rewards(environments)
-    if model is None or not (functions or own_rewards):
-        name = "model" if model is None else "reward_funcs"
-        raise ValueError(f"--{name} is missing; give it, or a --recipe that has it ({', '.join(RECIPES)})")
-    datasets = _load_sets(command, recipe)
-    columns = [name for name in next(iter(datasets.values()))[0] if name != "prompt"]
-    rewards = [*(resolve_rewards(list(functions), columns) if functions else ()), *own_rewards]
-    for name, rows in datasets.items():
-        check_columns(rewards, columns, rows[0], f"dataset {name!r}")
-    return datasets, rewards
-
-
-def _evaluate_sets(
-    command: Eval, datasets: "Mapping[str, Examples]", scoring: _Scoring, emit: Emit
-) -> tuple[float, Results]:
-    """Loads the model and evaluates it on each set; also returns the time at which it was loaded."""
-    from groupax.data.prompts import encode_examples, prompt_limit
-    from groupax.engine.core import FEATURE_BYTES
-    from groupax.engine.engine import Engine
-    from groupax.episodes.rules import make_rules
-    from groupax.evaluation.evaluate import evaluate as evaluate_set
-    from groupax.models.vision.processing import prompt_encoder
-    from groupax.rewards.runner import RewardRunner
-    from groupax.storage.folders import resolve_folder
-
-    assert command.model is not None, "it was looked for"
-    assert command.prompt_overflow is not None, "it was chosen"
-    engine = Engine.load(
-        command.model,
-        chat_template=command.chat_template,
-        weights=command.weights,
-        tp=command.tp,
-        max_slots=command.max_concurrent_rows,
-        kv_bytes=None if command.kv_cache_gb is None else int(command.kv_cache_gb * 1e9),
-    )
-    started_s, tokenizer, kwargs = time.perf_counter(), engine.tokenizer, command.chat_template_kwargs
-    positions, sampling = engine.config.max_positions, command.sampling
-    limit = prompt_limit(positions, sampling.max_tokens, command.max_prompt_length, "max_tokens")
-    rules = make_rules(tokenizer, command.episodes, scoring.tools, scoring.environments, kwargs, engine.eos_ids)
-    rules = replace(rules, max_prompt_tokens=limit)
-    source = None if engine.config.vision is None else resolve_folder(command.model)
-    encoder = prompt_encoder(engine.config.vision, source, tokenizer, FEATURE_BYTES)
-    results: dict[str, dict[str, SetEvaluation]] = {}
-    with RewardRunner(scoring.rewards, RewardSettings()) as runner:
-        for name, rows in datasets.items():
-            where, schemas = f"dataset {name!r}", rules.schemas_of(rows)
-            prompts = encode_examples(
-                rows, tokenizer, limit, command.prompt_overflow, kwargs, where, schemas, encoder=encoder
-            )
-            results[name] = {
-                way: evaluate_set(
-                    engine,
-                    tokenizer,
-                    runner,
-                    scoring.weights,
-                    prompts,
-                    params,
-                    scoring.correctness_reward,
-                    emit,
-                    f"evaluating {name}, {way}",
-                    rules,
-                )
-                for way, params in _ways(sampling, command.greedy).items()
-            }
-    return started_s, results
 
 
 def _show(command: Eval, results: Results) -> None:
@@ -366,10 +320,6 @@ def _write(command: Eval, correctness_reward: str | None, results: Results, seco
         "sets": sets,
     }
     (folder / "result.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
-if TYPE_CHECKING:
-    from groupax.evaluation.items import Comparison
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,14 +3,14 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from groupax.cli.train import chosen_agents
 from groupax.events import PhaseStarted
 from groupax.recipes import RECIPES, load_recipe
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import Rich
-from groupax.settings.command_line import Topics, parsed
+from groupax.settings.command_line import parsed
 from groupax.settings.compute import DecodingWeights
 from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Generate:
     """Sample completions of prompts and print them with the throughput."""
-
-    TOPICS: ClassVar[Topics] = {
-        "Task": ("model", "prompt", "raw", "tools", "environments"),
-        "Sampling": ("max_tokens", "temperature", "top_p", "n", "stop", "seed"),
-        "Model": ("chat_template", "weights", "tp", "kv_cache_gb"),
-    }
 
     model: str
     """A folder, a Hugging Face hub id, or the name of a recipe, which stands for its model."""
@@ -98,13 +92,13 @@ def generate(arguments: Sequence[str]) -> None:
 def _sample(engine: "Engine", command: Generate, rules: "Rules") -> list[list["Rollout"]]:
     """Returns the completions of each prompt."""
     from groupax.data.tokenizer import encode_prompts
-    from groupax.episodes.play import play_episodes
+    from groupax.episodes.play import Prompts, play_episodes
 
     is_chat = rules.has_turns or (bool(engine.tokenizer.chat_template) and not command.raw)
     rows = [{"prompt": [{"role": "user", "content": text}] if is_chat else text} for text in command.prompt]
     kwargs = [command.chat_template_kwargs] * len(rows)
     ids = encode_prompts(engine.tokenizer, [row["prompt"] for row in rows], kwargs, tools=rules.schemas_of(rows))
-    groups = list(play_episodes(engine, engine.tokenizer, rows, ids, command.sampling, step=0, rules=rules))
+    groups = list(play_episodes(engine, engine.tokenizer, Prompts(rows, ids), command.sampling, step=0, rules=rules))
     return sorted(groups, key=lambda group: group[0].prompt_index)
 
 

@@ -42,7 +42,6 @@ class Init(Train):
 def init(arguments: Sequence[str]) -> None:
     """Runs `groupax init`."""
     command = parsed(Init, "init", arguments, Init(**vars(train_defaults(arguments))))
-    _check_sources(command)
     text = run_yaml(command)
     try:
         with command.file.open("x", encoding="utf-8") as file:
@@ -53,20 +52,6 @@ def init(arguments: Sequence[str]) -> None:
         raise ValueError(f"{command.file} cannot be written: {error}") from error
     path = shlex.quote(os.fspath(command.file))
     print(printable(f"written: {command.file}\n  groupax train --config {path}"))
-
-
-def _check_sources(command: Init) -> None:
-    """Refuses a model or a file of rows that does not exist; hub ids are not looked up."""
-    from groupax.data.files import check_file
-    from groupax.evaluation.items import sources_by_name
-    from groupax.storage.folders import local_folder
-
-    if command.model:
-        local_folder(command.model)
-    if command.dataset:
-        check_file(command.dataset, "train_dataset")
-    for name, source in sources_by_name(command.eval_dataset).items() if command.eval_dataset else ():
-        check_file(source, f"eval_dataset {name!r}")
 
 
 def run_yaml(command: Init) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from groupax.launch.program import Outcome, RetryOptions, program_of, run_with_retries, split_argv
+from groupax.launch.program import Outcome, Retries, program_of, run_with_retries, split_argv
 from groupax.settings.command_line import parsed
 from groupax.settings.fields import nearest
 
@@ -14,7 +14,7 @@ USAGE = "groupax launch local | slurm | ray [options] -- train ... (or resume, e
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local(RetryOptions):
+class Local(Retries):
     """Run a program as several processes on this machine: groupax launch local -n 2 -- train ..."""
 
     num_processes: Annotated[int, "-n"]
@@ -44,7 +44,7 @@ def local(arguments: Sequence[str], argv: Sequence[str]) -> int:
     with Stop() as stop:
         outcome: Outcome[int] = run_with_retries(
             lambda: local_attempt(program, command.num_processes, stop, command.grace_s),
-            command.retries,
+            command,
             log,
             stop.pause,
         )

@@ -2,86 +2,79 @@
 
 import importlib
 import io
-import logging
 import os
-import select
 import signal
 import sys
-import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TextIO
 
 from groupax import __version__
 from groupax.errors import PREEMPTED, PreemptedError, RunError
-from groupax.parallel.preemption import keep_stops
 from groupax.recipes import RECIPES
 from groupax.settings.fields import nearest
 from groupax.terminal.printable import printable
 
-# Where each command is, which is imported when it runs; a further command takes a line here and one in `USAGE`.
+# Where each command is, which is imported when it runs, and what the help says of it.
 COMMANDS = {
-    "train": "groupax.cli.train:train",
-    "init": "groupax.cli.init:init",
-    "sft": "groupax.cli.train:sft",
-    "eval": "groupax.cli.evaluate:evaluate",
-    "compare": "groupax.cli.evaluate:compare",
-    "report": "groupax.cli.models:report",
-    "generate": "groupax.cli.generate:generate",
-    "serve": "groupax.cli.serve:serve",
-    "resume": "groupax.cli.train:resume",
-    "replay": "groupax.cli.replay:replay",
-    "bisect": "groupax.cli.bisect:bisect",
-    "checkpoints": "groupax.cli.models:checkpoints",
-    "launch": "groupax.cli.launch:launch",
-    "view": "groupax.cli.view:view",
-    "plan": "groupax.cli.plan:plan",
-    "inspect": "groupax.cli.models:inspect",
-    "merge": "groupax.cli.models:merge",
-    "convert": "groupax.cli.models:convert",
-    "quantize": "groupax.cli.models:quantize",
-    "push": "groupax.cli.models:push",
+    "train": (
+        "groupax.cli.train:train",
+        f"train a model with --model, --dataset and --reward_funcs, or with --recipe ({', '.join(RECIPES)})",
+    ),
+    "init": (
+        "groupax.cli.init:init",
+        "write a YAML file with the settings of a run and their descriptions: groupax init [FILE]",
+    ),
+    "sft": ("groupax.cli.train:sft", "train a model on examples: groupax sft --model MODEL --dataset FILE_OR_FOLDER"),
+    "eval": (
+        "groupax.cli.evaluate:evaluate",
+        "evaluate a model: groupax eval --model MODEL --recipe gsm8k --dataset FILE_OR_FOLDER",
+    ),
+    "compare": (
+        "groupax.cli.evaluate:compare",
+        "compare two evaluations on the same prompts: groupax compare BEFORE AFTER",
+    ),
+    "report": ("groupax.cli.models:report", "write an HTML and Markdown report of a run: groupax report RUN_DIR"),
+    "generate": ("groupax.cli.generate:generate", "sample completions from a model"),
+    "serve": ("groupax.cli.serve:serve", "serve a model with OpenAI's API: groupax serve --model MODEL --port 8000"),
+    "resume": (
+        "groupax.cli.train:resume",
+        "resume a run that was stopped: groupax resume RUN_DIR [options of train or sft that should differ]",
+    ),
+    "replay": (
+        "groupax.cli.replay:replay",
+        "compute a step of a run again: groupax replay RUN_DIR --step N [--why] [--with key=value]",
+    ),
+    "bisect": (
+        "groupax.cli.bisect:bisect",
+        "find the step and the rows that a metric went wrong by: groupax bisect RUN_DIR --until 'kl > 1'",
+    ),
+    "checkpoints": (
+        "groupax.cli.models:checkpoints",
+        "list, verify, delete or export a run's checkpoints: groupax checkpoints RUN_DIR [list | verify | ...]",
+    ),
+    "launch": (
+        "groupax.cli.launch:launch",
+        "start one program as several processes: groupax launch local | slurm | ray [options] -- train ...",
+    ),
+    "view": ("groupax.cli.view:view", "show runs on a live local web page: groupax view RUN_DIR [RUN_DIR ...]"),
+    "plan": (
+        "groupax.cli.plan:plan",
+        "estimate memory and step time on other hardware: groupax plan --model MODEL --devices h100-8",
+    ),
+    "inspect": ("groupax.cli.models:inspect", "describe a model and its memory, or what an adapter trains"),
+    "merge": ("groupax.cli.models:merge", "merge an adapter into its base"),
+    "convert": ("groupax.cli.models:convert", "convert a model to another dtype"),
+    "quantize": ("groupax.cli.models:quantize", "quantize a model to 4 bits"),
+    "push": ("groupax.cli.models:push", "upload a model or an adapter to the Hugging Face hub"),
 }
-_python_format = warnings.formatwarning
-
-
-USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists them)
-
-       groupax --version
-
-commands:
-  train      train a model with --model, --dataset and --reward_funcs, or with --recipe ({", ".join(RECIPES)})
-  init       write a YAML file with the settings of a run and their descriptions: groupax init [FILE]
-  sft        train a model on examples: groupax sft --model MODEL --dataset FILE_OR_FOLDER
-  eval       evaluate a model: groupax eval --model MODEL --recipe gsm8k --dataset FILE_OR_FOLDER
-  compare    compare two evaluations on the same prompts: groupax compare BEFORE AFTER
-  report     write an HTML and Markdown report of a run: groupax report RUN_DIR
-  generate   sample completions from a model
-  serve      serve a model with OpenAI's API: groupax serve --model MODEL --port 8000
-  resume     resume a run that was stopped: groupax resume RUN_DIR [options of train or sft that should differ]
-  replay     compute a step of a run again: groupax replay RUN_DIR --step N [--why] [--with key=value] [--bundle FILE]
-  bisect     find the step and the rows that a metric went wrong by: groupax bisect RUN_DIR --until 'kl > 1'
-  checkpoints   manage the checkpoints of a run: groupax checkpoints RUN_DIR list | verify | delete STEP |
-             export [STEP] --to FOLDER
-  launch     start one program as several processes: groupax launch local | slurm | ray [options] -- train ...
-  plan       estimate memory and step time on other hardware: groupax plan --model MODEL --devices h100-8
-  view       show runs on a live local web page: groupax view RUN_DIR [RUN_DIR ...]
-  inspect    describe a model and its memory, or what an adapter trains
-  merge      merge an adapter into its base
-  convert    convert a model to another dtype
-  quantize   quantize a model to 4 bits
-  push       upload a model or an adapter to the Hugging Face hub
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status. Mistakes of the user are reported without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
+        print(usage())
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
         print(f"groupax {__version__}")
@@ -93,9 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_status(f"groupax {arguments[0]}", lambda: run_command(arguments[0], arguments[1:]))
 
 
+def usage() -> str:
+    """Returns the help of groupax: its commands."""
+    commands = "".join(f"\n  {name:<11} {about}" for name, (_, about) in COMMANDS.items())
+    return f"usage: groupax COMMAND [options]  (groupax COMMAND --help lists them), or groupax --version\n{commands}"
+
+
 def run_command(name: str, arguments: Sequence[str]) -> object:
     """Runs the command of this name and returns what it returns."""
-    module, _, function = COMMANDS[name].partition(":")
+    module, _, function = COMMANDS[name][0].partition(":")
     return getattr(importlib.import_module(module), function)(arguments)
 
 
@@ -142,40 +141,11 @@ def entry_point() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # escapes for characters that an old terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
-    sys.excepthook = _print_traceback
     keep_stops()
-    warnings.formatwarning = _formatted_warning
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(_Visible())
     try:
         status = main()
         print(end="", flush=True)
-    except BrokenPipeError:
-        if sys.stdout is None or not _has_lost_its_reader(sys.stdout):
-            raise
+    except BrokenPipeError:  # the program that reads the output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written
         status = 128 + signal.SIGPIPE
     sys.exit(status)
-
-
-def _has_lost_its_reader(stream: TextIO) -> bool:
-    """Returns whether the program that a stream was piped into has ended, as `head` does."""
-    poll = select.poll()
-    poll.register(stream.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-class _Visible(logging.Formatter):
-    """A formatter for loggers without a handler; it escapes what a model may have written."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
-
-
-def _formatted_warning(*warning: Any, **more: Any) -> str:
-    return printable(_python_format(*warning, **more))
-
-
-def _print_traceback(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-    """Prints an uncaught exception as Python does, but escapes what a model may have written."""
-    sys.stderr.write(printable("".join(traceback.format_exception(kind, error, frames))))

@@ -208,25 +208,21 @@ def checkpoints(arguments: Sequence[str]) -> None:
 
 
 def _list_checkpoints(store: Any, _: int | None, command: Checkpoints) -> None:
-    from groupax.runs.checkpoints.inspect import listed
-
-    for each in listed(store):
-        shown = {
-            name: each.metrics[name]
-            for name in ("reward", "eval_reward", "loss", "eval_loss", "kl")
-            if name in each.metrics
-        }
-        values = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
-        where = "within the updates on a rollout" if each.rollout else ""
-        line = f"step {each.step:6d}  {each.saved_at or 'state.json cannot be read'}  {values}  {where}"
+    for step in store.steps():
+        state = store.state(step)
+        metrics = state.get("metrics", {})
+        shown = (name for name in ("reward", "eval_reward", "loss", "eval_loss", "kl") if name in metrics)
+        values = "  ".join(f"{name} {metrics[name]:.4g}" for name in shown)
+        where = "within the updates on a rollout" if state.get("rollout") is not None else ""
+        line = f"step {step:6d}  {state.get('saved_at') or 'state.json cannot be read'}  {values}  {where}"
         print(printable(line.rstrip()))
     print(f"\nto check their files: groupax checkpoints {command.run_dir} verify")
 
 
 def _verify_checkpoints(store: Any, _: int | None, command: Checkpoints) -> None:
-    from groupax.runs.checkpoints.inspect import damages
+    from groupax.runs.checkpoints.store import damage
 
-    found = damages(store)
+    found = {step: damage(store.local(step)) for step in store.steps()}
     for step, fault in found.items():
         print(printable(f"step {step:6d}  {'whole' if fault is None else f'DAMAGED: {fault}'}"))
     num_damaged = sum(fault is not None for fault in found.values())
@@ -242,7 +238,7 @@ def _delete_checkpoint(store: Any, step: int | None, command: Checkpoints) -> No
 
 
 def _export_checkpoint(store: Any, step: int | None, command: Checkpoints) -> None:
-    from groupax.runs.checkpoints.inspect import export
+    from groupax.runs.checkpoints.export import export
 
     if command.to is None:
         raise ValueError("where to? give --to FOLDER")

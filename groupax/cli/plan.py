@@ -37,10 +37,6 @@ class PlanCommand:
     """Folder that jax's CUDA plugin was installed into (pip install --no-deps --target build/cuda jax-cuda13-plugin
     jax-cuda13-pjrt nvidia-cudnn-cu13, the first two in jax's version), if not with jax by .[cuda]; it needs neither a
     GPU nor a driver."""
-    images: int = 0
-    """Number of images of each prompt, of a model that sees images. Their tokens are part of the prompt's length."""
-    image_tokens: int = 256
-    """Number of tokens that stand for an image."""
     all_layers: bool = False
     """Compile programs with all layers of the model, which takes minutes for some. By default, programs that are not
     loops over layers are compiled with two and four layers of each kind, from which the others are extrapolated."""
@@ -68,7 +64,6 @@ def plan(arguments: Sequence[str]) -> int:
 
     from groupax.planning.fitting import Request, find_fitting_plan, make_plan
     from groupax.planning.measured import Compiler
-    from groupax.planning.run import PlannedImages
     from groupax.planning.tables import format_plan, plan_record, verdict
     from groupax.recipes.recipe import fit_config
     from groupax.terminal.activities import Activities
@@ -82,7 +77,7 @@ def plan(arguments: Sequence[str]) -> int:
             _log(note)
     requested = make_plan(
         model,
-        Request(command.devices, args, images=PlannedImages(command.images, command.image_tokens)),
+        Request(command.devices, args),
         lora,
         compiler,
         activities,

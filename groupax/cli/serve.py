@@ -1,7 +1,6 @@
 """The command `groupax serve`, which imports its dependencies when it runs."""
 
 import os
-import resource
 import signal
 import threading
 import time
@@ -9,15 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from groupax.errors import require
 from groupax.parallel.processes import is_loopback, listen
 from groupax.settings import environment as env
-from groupax.settings.command_line import Topics, parsed
+from groupax.settings.command_line import parsed
 from groupax.settings.compute import DecodingWeights
-
-OTHER_FILES = 256  # open files of the server in addition to its connections
 
 if TYPE_CHECKING:
     import uvicorn
@@ -30,12 +27,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Serve:
     """Serve a model with OpenAI's API for completions and chats, with /health and /metrics."""
-
-    TOPICS: ClassVar[Topics] = {
-        "Model": ("model", "name", "adapter", "chat_template", "dtype", "weights", "tp"),
-        "Network": ("host", "port", "api_key", "allowed_hosts", "request_timeout_s"),
-        "Load": ("max_concurrent_rows", "kv_cache_gb", "prefix_cache_gb", "max_queue", "warmup"),
-    }
 
     model: str
     """Folder or Hugging Face Hub id of a model or an adapter."""
@@ -115,7 +106,6 @@ def serve(argv: Sequence[str]) -> None:
     listener = listen(command.host, command.port)  # before the model is loaded, so that a port in use fails at once
     models = models_of(command)
     loop = EngineLoop(engines_of(command, models), command.max_queue).start()
-    _allow_open_files(command.max_connections)
     config = _uvicorn_config(command, loop, models, keys)
     if not is_loopback(command.host) and not keys:
         print(
@@ -237,23 +227,6 @@ def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engi
     for engine in engines.values():
         engine.kv_bytes = int(kv_bytes / len(engines))
     return {name: engines.get(name, together) for name in models}
-
-
-def _allow_open_files(num_connections: int) -> None:
-    """Raises this process's limit of open files to one for each connection.
-
-    Raises:
-        ValueError: the system's limit is lower.
-    """
-    needed = num_connections + OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY not in (soft, hard) and hard < needed:
-        raise ValueError(
-            f"--max_connections {num_connections} needs {needed} open files, and this system allows a process {hard}; "
-            f"set --max_connections to at most {hard - OTHER_FILES}, or raise the limit (ulimit -Hn)"
-        )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _named(text: str) -> tuple[str, Path]:

@@ -1,9 +1,9 @@
-"""The summary of a training run: evaluations before and after as tables, verdicts, a curve and a file."""
+"""The summary of a training run: evaluations before and after as tables, verdicts and a file."""
 
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,61 +11,76 @@ import numpy as np
 
 from groupax.data.tokenizer import is_conversational, last_text
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
-from groupax.evaluation.items import Comparison, Item, compare, write_items
+from groupax.evaluation.items import Comparison, compare, write_items
 from groupax.evaluation.paired import PairedDifference, p_text
 from groupax.metrics.completions import first_and_last
 from groupax.metrics.estimates import Estimate
+from groupax.runs.progress.display import sparkline
+from groupax.runs.report.page import thinned
 from groupax.settings.sampling import SamplingParams
 from groupax.sft import SFTResult
 from groupax.terminal.printable import one_line, printable
 from groupax.trainer import TrainResult
 from groupax.types import Metrics, Prompt
 
-NUM_SAMPLES = 2
 CANNOT_BELOW = 0.05  # largest pass@1 of a model that cannot do the task
 MANY_WITHOUT_SIGNAL = 0.5  # share of groups from which on dynamic sampling is worth a try
 SOLVED_ABOVE = 0.95  # smallest pass@1 of a model that has little to learn
 
 
-@dataclass(frozen=True, eq=False)
-class BeforeAfter:
-    """Two evaluations on the same prompts, before and after a run."""
+def write_report(
+    before: Evaluation, after: Evaluation, result: TrainResult, train_prompts: Mapping[str, int], folder: Path
+) -> list[Any]:
+    """Writes `result.json` and `evaluations/` into the run folder.
 
-    before: Evaluation  # evaluation of the initial model
-    after: Evaluation  # evaluation of the trained model
-    result: TrainResult  # result of the training between them
-    train_prompts: Mapping[str, int]  # number of prompts of the training that were `used`, `dropped` and `truncated`
-
-
-def write_report(report: BeforeAfter, folder: Path) -> list[Any]:
-    """Writes `result.json`, `evaluations/` and, if matplotlib is installed, `reward.png` into the run folder.
+    Args:
+        before: Evaluation of the initial model.
+        after: Evaluation of the trained model on the same prompts.
+        result: Result of the training between them.
+        train_prompts: Numbers of prompts of the training that were `used`, `dropped` and `truncated`.
+        folder: The run folder.
 
     Returns:
         Texts and tables for the user (see `show`).
     """
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     logged = [metrics for metrics in map(json.loads, lines) if "reward" in metrics]
-    comparisons = {
-        name: compare(report.before.sets[name].items, after.items) for name, after in report.after.sets.items()
-    }
-    summary = _summary(report, comparisons, logged)
-    (folder / "result.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    for when, evaluation in (("before", report.before), ("after", report.after)):
-        for name, each in evaluation.sets.items():
-            write_items(folder / "evaluations" / f"{when}.{name}.jsonl", each.items)
-
-    scored = [metrics for metrics in logged if metrics["reward"] is not None]  # null in steps without any reward
-    steps, rewards = [metrics["step"] for metrics in scored], [metrics["reward"] for metrics in scored]
-    has_plot = _plot(steps, rewards, folder / "reward.png")
-    parts: list[Any] = [f"\nmean reward by step\n{text_curve(rewards)}"]
-    for name, comparison in comparisons.items():
-        before, after = report.before.sets[name], report.after.sets[name]
+    rewards = [metrics["reward"] for metrics in logged if metrics["reward"] is not None]  # null without any reward
+    shown: list[Any] = [f"\nmean reward by step\n{sparkline(thinned(rewards))}"] if rewards else []
+    sets, verdicts, solved = {}, {}, {}
+    for name, each in after.sets.items():
+        earlier = before.sets[name]
+        comparison = compare(earlier.items, each.items)
+        verdicts[name] = verdict(earlier, each, comparison) + _pointer(comparison, rewards, earlier.params)
+        sets[name] = {
+            "prompts": {kind: int(each.metrics[f"prompts{key}"]) for kind, key in _COUNTS.items()},
+            "completions_truncated": {
+                "before": round(earlier.metrics["completions/clipped_ratio"], 4),
+                "after": round(each.metrics["completions/clipped_ratio"], 4),
+            },
+            "before": plain_estimates(earlier.estimates),
+            "after": plain_estimates(each.estimates),
+            "comparison": plain_differences(comparison),
+        }
         title = f"{name}: before and after, {comparison.num_items} held-out prompts"
-        parts += [difference_table(title, comparison, before.metrics, after.metrics), _samples(before, after)]
-    parts.append(_omissions(summary))
-    if has_plot:
-        parts.append(f"reward curve: {folder / 'reward.png'}")
-    return [*parts, *(f"{name}: {verdict}" for name, verdict in summary["verdicts"].items())]
+        shown.append(difference_table(title, comparison, earlier.metrics, each.metrics))
+        write_items(folder / "evaluations" / f"before.{name}.jsonl", earlier.items)
+        write_items(folder / "evaluations" / f"after.{name}.jsonl", each.items)
+        if len(after.sets) == 1 and "pass@1" in each.estimates:
+            solved = {f"pass_at_1_{when}": sets[name][when]["pass@1"]["value"] for when in ("before", "after")}
+    summary = {
+        **solved,
+        "steps": result.num_steps,
+        "train_seconds": round(result.train_seconds, 2),
+        "rollout_tokens_per_s": round(result.rollout_tokens_per_s, 1),
+        "verdicts": verdicts,
+        "train_prompts": dict(train_prompts),
+        "train_completions_truncated": _mean_of(logged, "completions/clipped_ratio"),
+        "train_groups_without_signal": _mean_of(logged, "frac_reward_zero_std"),
+        "sets": sets,
+    }
+    (folder / "result.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return [*shown, _omissions(summary), *(f"{name}: {verdict}" for name, verdict in verdicts.items())]
 
 
 def next_commands(uri: str, prompt: Prompt, result: TrainResult | SFTResult, flags: str = "") -> list[str]:
@@ -142,14 +157,8 @@ def difference_table(title: str, comparison: Comparison, before: Metrics, after:
     for name in ("completions/mean_length", "completions/clipped_ratio"):
         if name in before and name in after:
             rows.append((name, f"{before[name]:.3f}", f"{after[name]:.3f}", "", ""))
-    changes = [f"{pair.difference.value:+.3f}" for pair in comparison.differences.values()]
-    changes += [""] * (len(rows) - len(changes))
-    short = [(*row[:3], change) for row, change in zip(rows, changes, strict=True)]
-    return Fitting(
-        table_of(title, ("", "before", "after", "difference", "p"), rows),
-        table_of(title, ("", "before", "after", "difference"), short),
-        stacked(title, [(name, f"{then} → {now}  {change}".rstrip()) for name, then, now, change in short]),
-    )
+    entries = [(name, f"{then} → {now}  {change}".rstrip()) for name, then, now, change, _ in rows]
+    return Fitting(table_of(title, ("", "before", "after", "difference", "p"), rows), stacked(title, entries))
 
 
 def estimate_table(title: str, estimates: Mapping[str, Estimate]) -> Any:
@@ -161,26 +170,8 @@ def estimate_table(title: str, estimates: Mapping[str, Estimate]) -> Any:
         for name, each in estimates.items()
     ]
     columns, left = ("", "mean", "95 % interval", "method", "items"), ("", "95 % interval", "method")
-    return Fitting(
-        table_of(title, columns, rows, left),
-        table_of(title, columns[:3], [row[:3] for row in rows], left),
-        stacked(title, [(name, f"{mean} (95 %: {interval})") for name, mean, interval, *_ in rows]),
-    )
-
-
-def text_curve(values: Sequence[float], width: int = 64, height: int = 8) -> str:
-    """Returns the values as a bar chart of characters, with the range on the left."""
-    if not values:
-        return ""
-    columns = np.array([chunk.mean() for chunk in np.array_split(np.asarray(values), min(width, len(values)))])
-    low, high = float(columns.min()), float(columns.max())
-    eighths = np.rint((columns - low) / ((high - low) or 1.0) * (8 * height - 1)).astype(int) + 1
-    rows = []
-    for level in range(height - 1, -1, -1):
-        filled = np.clip(eighths - 8 * level, 0, 8)
-        label = f"{high:8.3f} " if level == height - 1 else f"{low:8.3f} " if level == 0 else " " * 9
-        rows.append(label + "".join(" ▁▂▃▄▅▆▇█"[eighth] for eighth in filled))
-    return "\n".join(rows)
+    entries = [(name, f"{mean} (95 %: {interval})") for name, mean, interval, *_ in rows]
+    return Fitting(table_of(title, columns, rows, left), stacked(title, entries))
 
 
 def plain_estimates(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
@@ -202,43 +193,6 @@ def plain_differences(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _summary(
-    report: BeforeAfter, comparisons: Mapping[str, Comparison], logged: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Returns the contents of `result.json`."""
-    sets, verdicts = {}, {}
-    for name, comparison in comparisons.items():
-        before, after = report.before.sets[name], report.after.sets[name]
-        verdicts[name] = verdict(before, after, comparison) + _pointer(comparison, logged, before.params)
-        sets[name] = {
-            "prompts": {kind: int(after.metrics[f"prompts{key}"]) for kind, key in _COUNTS.items()},
-            "completions_truncated": {
-                when: round(each.metrics["completions/clipped_ratio"], 4)
-                for when, each in (("before", before), ("after", after))
-            },
-            "before": plain_estimates(before.estimates),
-            "after": plain_estimates(after.estimates),
-            "comparison": plain_differences(comparison),
-        }
-    solved = {
-        when: {name: evaluation.sets[name].estimates["pass@1"].value for name in sets}
-        for when, evaluation in (("before", report.before), ("after", report.after))
-        if all("pass@1" in evaluation.sets[name].estimates for name in sets)
-    }
-    first = next(iter(sets))
-    return {
-        **{f"pass_at_1_{when}": values[first] for when, values in solved.items() if len(values) == 1},
-        "steps": report.result.num_steps,
-        "train_seconds": round(report.result.train_seconds, 2),
-        "rollout_tokens_per_s": round(report.result.rollout_tokens_per_s, 1),
-        "verdicts": verdicts,
-        "train_prompts": dict(report.train_prompts),
-        "train_completions_truncated": _mean_of(logged, "completions/clipped_ratio"),
-        "train_groups_without_signal": _mean_of(logged, "frac_reward_zero_std"),
-        "sets": sets,
-    }
-
-
 _COUNTS = {"used": "", "dropped": "_dropped", "truncated": "_truncated", "unscorable": "_unscorable"}
 
 
@@ -247,11 +201,10 @@ def _judged(comparison: Comparison) -> str:
     return "pass@1" if "pass@1" in comparison.differences else "reward"
 
 
-def _pointer(comparison: Comparison, logged: Sequence[Mapping[str, Any]], params: SamplingParams) -> str:
+def _pointer(comparison: Comparison, rewards: Sequence[float], params: SamplingParams) -> str:
     """Returns what to look at if held-out prompts are not answered better, given the reward in training."""
     name = _judged(comparison)
     pair = comparison.differences.get(name)
-    rewards = [metrics["reward"] for metrics in logged if metrics["reward"] is not None]
     if pair is None or len(rewards) < 2 or (pair.is_clear and pair.difference.value > 0):
         return ""
     if name == "pass@1" and pair.before > SOLVED_ABOVE and not pair.is_clear:
@@ -313,44 +266,3 @@ def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: None if isinstance(value, float) and not np.isfinite(value) else value for key, value in record.items()
     }
-
-
-def _samples(before: SetEvaluation, after: SetEvaluation) -> Any:
-    """Returns a table of prompts that were not solved before and are now."""
-    from rich.text import Text
-
-    from groupax.terminal.tables import SAMPLE_COLUMNS, Fitting, empty_table, stacked
-
-    title, headers = "example completions, before and after", ("prompt", "before", "after")
-    table = empty_table(title, show_lines=True)
-    for header in headers:
-        table.add_column(header, overflow="fold", min_width=SAMPLE_COLUMNS)
-
-    def merit(item: Item) -> tuple[bool, float]:
-        return bool(item.completions[0].solved), item.completions[0].reward or 0.0
-
-    pairs = list(zip(before.items, after.items, strict=True))
-    gained = sorted((pair for pair in pairs if merit(pair[1]) > merit(pair[0])), key=lambda pair: not merit(pair[1])[0])
-    entries = []
-    for first, second in (gained or pairs)[:NUM_SAMPLES]:
-        shown = (last_text(first.prompt), first.completions[0].text, second.completions[0].text)
-        texts = [one_line(text, 400) for text in shown]
-        table.add_row(*map(Text, texts))
-        entries += zip(headers, texts, strict=True)
-    return Fitting(table, stacked(title, entries, show_lines=True))
-
-
-def _plot(steps: Sequence[float], rewards: Sequence[float], path: Path) -> bool:
-    """Writes the reward curve; returns False if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(steps, rewards)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("mean reward")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
-    return True

@@ -277,7 +277,7 @@ def _train_and_report(trainer: "GRPOTrainer", agents: Agents, is_evaluated: bool
         result = trainer.train()
         return _next_commands(trainer, agents, result)
 
-    from groupax.cli.summary import BeforeAfter, write_report
+    from groupax.cli.summary import write_report
 
     with stoppable():
         before = trainer.evaluate()
@@ -296,8 +296,7 @@ def _train_and_report(trainer: "GRPOTrainer", agents: Agents, is_evaluated: bool
     closing = []
     if processes.is_primary():
         trainer.emit(PhaseStarted("writing the report"))
-        trainer.run_folder.flush()
-        closing = write_report(BeforeAfter(before, after, result, counts), trainer.run_folder.path)
+        closing = write_report(before, after, result, counts, trainer.run_folder.path)
     trainer.write_card()
     if not processes.is_primary():
         return []

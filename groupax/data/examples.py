@@ -11,13 +11,12 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from groupax.data.chat import without_nulls
-from groupax.data.files import TRAIN_SPLITS, TableRows, check_characters, read_rows, shape_of
+from groupax.data.files import TRAIN_SPLITS, TableRows, check_characters, read_rows
 from groupax.data.images import COLUMNS as IMAGES
 from groupax.data.images import absolute_paths, has_images, images_of, is_filled, named, unnamed
 from groupax.settings.run import PromptOrder
 
 Example = Mapping[str, Any]
-MAX_ROWS = 50_000_000  # of a dataset that is read into memory, which a `datasets.Dataset` is not
 
 
 @runtime_checkable
@@ -101,14 +100,9 @@ def load_examples(
     check_text_only(rows, name, may_have_images)
     if named is None:
         return _with_all_columns(absolute_paths(rows, Path.cwd()) if may_have_images else rows)
-    features = getattr(rows, "features", None)
     is_plain = getattr(rows, "format", {}).get("type") is None  # a transform may give other rows
-    shape = shape_of(features.arrow_schema) if features and is_plain else {}
-    return (
-        TableRows(rows, shape)
-        if any(isinstance(each, dict) and "tool_calls" in each for each in shape.values())
-        else rows
-    )
+    has_calls = "tool_calls" in str(getattr(rows, "features", ""))
+    return TableRows(rows) if is_plain and has_calls else rows
 
 
 def describe_source(dataset: Any, name: str) -> str:
@@ -165,25 +159,17 @@ def _check_type(dataset: Any, name: str) -> None:
     """Refuses an object that is not a sequence of rows, and says how to turn it into one."""
     kind = type(dataset).__name__
     if isinstance(dataset, Mapping):
-        if "prompt" in dataset:
-            advice = "is a mapping of columns; turn it into rows, as datasets.Dataset.from_dict does"
-        else:
-            advice = f"is a mapping with the splits {', '.join(map(str, dataset))}; pick one"
-        raise ValueError(f"{name} {advice}")
+        raise ValueError(
+            f"{name} is a mapping with the keys {', '.join(map(str, dataset))}; pick a split, or give rows"
+        )
     for method, call in {"to_dict": ".to_dict('records')", "to_pylist": ".to_pylist()"}.items():
         if hasattr(dataset, method) and hasattr(dataset, "columns"):
             raise ValueError(f"{name} is a {kind}, whose rows have no index; pass the result of its {call}")
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, (bytes, set)):
-        return
-    if hasattr(dataset, "__iter__") and not isinstance(dataset, (bytes, set)):
+    if isinstance(dataset, (bytes, set)) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise ValueError(
-            f"{name} is a {kind}, which has no length: an epoch, a shuffled order and a resumed run need one. Give "
-            "rows that were taken from it, e.g. list(itertools.islice(dataset, 10_000))"
+            f"{name} must be a Dataset, a list of dicts, a file, a folder or a hub id, got a {kind}; another object "
+            "needs __len__ and __getitem__: give a stream as rows, e.g. list(itertools.islice(dataset, 10_000))"
         )
-    raise ValueError(
-        f"{name} must be a Dataset, a list of dicts, a file, a folder or a hub id, got {type(dataset)}; an object of "
-        "another class needs __len__ and __getitem__"
-    )
 
 
 def _rows_by_index(dataset: Any, name: str) -> list[Any]:
@@ -192,11 +178,6 @@ def _rows_by_index(dataset: Any, name: str) -> list[Any]:
         num_rows = len(dataset)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} has no usable length: {error}") from error
-    if num_rows > MAX_ROWS:
-        raise ValueError(
-            f"{name} has {num_rows:,} rows, at most {MAX_ROWS:,} are read into memory; give fewer, or a "
-            "datasets.Dataset"
-        )
     if isinstance(dataset, list):
         return dataset
     rows = []

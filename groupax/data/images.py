@@ -10,13 +10,13 @@ import binascii
 import hashlib
 import io
 import os
-import stat
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from groupax.errors import require
+from groupax.storage.folders import read_file
 from groupax.terminal.printable import error_line, short_repr
 
 COLUMNS = ("image", "images")
@@ -240,21 +240,21 @@ def absolute_paths(rows: Sequence[dict[str, Any]], folder: Path) -> list[dict[st
 
 
 def _absolute_row(row: dict[str, Any], folder: Path) -> dict[str, Any]:
+    def absolute(part: Any) -> Any:
+        is_one = isinstance(part, Mapping) and "image" in part
+        return {**part, "image": _absolute(part["image"], folder)} if is_one else part
+
     columns = {column: _absolute(row[column], folder) for column in COLUMNS if column in row}
     if isinstance(row.get("prompt"), list):
-        messages = []
-        for message in row["prompt"]:
-            if isinstance(message, Mapping) and isinstance(message.get("content"), list):
-                parts = [
-                    {**part, "image": _absolute(part["image"], folder)}
-                    if isinstance(part, Mapping) and "image" in part
-                    else part
-                    for part in message["content"]
-                ]
-                message = {**message, "content": parts}
-            messages.append(message)
-        columns["prompt"] = messages
+        columns["prompt"] = [
+            {**message, "content": [*map(absolute, message["content"])]} if _parts_of(message) else message
+            for message in row["prompt"]
+        ]
     return {**row, **columns}
+
+
+def _parts_of(message: Any) -> list[Any]:
+    return _parts(message) if isinstance(message, Mapping) else []
 
 
 def _absolute(value: Any, folder: Path) -> Any:
@@ -326,9 +326,6 @@ def _read_parts(message: Mapping[str, Any], where: str) -> dict[str, Any]:
                     f"{name} has the URL {short_repr(value)}; only data: URLs are read, and nothing is fetched from a "
                     "network: download the image"
                 )
-        for key in ("path", "bytes", "url", "base64"):
-            if value is None and part.get(key) is not None:
-                raise ValueError(f"{name} has its image under {key!r}; give it under 'image'")
         if role not in ("user", "system"):
             raise ValueError(f"{name} is an image; only messages of the user and the system may have some")
         parts.append({"type": "image"} if value is None else {"type": "image", "image": read_image(value, name)})
@@ -336,18 +333,12 @@ def _read_parts(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _with_places(messages: Sequence[dict[str, Any]], number: int) -> list[dict[str, Any]]:
-    first = next(
-        (
-            i
-            for i, message in enumerate(messages)
-            if message.get("role") == "user" and isinstance(message["content"], str)
-        ),
-        None,
-    )
-    if first is None:
-        return list(messages)
-    parts = [*({"type": "image"} for _ in range(number)), {"type": "text", "text": messages[first]["content"]}]
-    return [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
+    """Returns messages with places for images before the text of the first message of the user, if it is a text."""
+    for index, message in enumerate(messages):
+        if message.get("role") == "user" and isinstance(message["content"], str):
+            parts = [*({"type": "image"} for _ in range(number)), {"type": "text", "text": message["content"]}]
+            return [*messages[:index], {**message, "content": parts}, *messages[index + 1 :]]
+    return list(messages)
 
 
 def _filled(message: dict[str, Any], images: Iterator[Any]) -> dict[str, Any]:
@@ -372,16 +363,13 @@ def _data_of(value: Any, where: str) -> bytes:
     if isinstance(value, str) and "://" in value[:16]:
         raise ValueError(f"{where} is the URL {short_repr(value)}, and nothing is fetched from a network; download it")
     if isinstance(value, (str, os.PathLike)):
-        return _read_file(Path(value), where)
-    hint = ""
-    if isinstance(value, Mapping) and "decodermaxblock" in value:  # an attribute of a PIL image
-        hint = (
-            "; datasets makes JSON of images in parts of messages that have different keys: keep them in a column "
-            "'images', and leave {'type': 'image'} where they belong"
-        )
+        try:
+            return read_file(Path(value), MAX_BYTES)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{where} is the path {str(value)!r}, which cannot be read: {error}") from error
     raise ValueError(
         f"{where} must be a PIL image, bytes, a path, a mapping with bytes or a path, or a data: URL, got "
-        f"{type(value).__name__} {short_repr(value)}{hint}"
+        f"{type(value).__name__} {short_repr(value)}"
     )
 
 
@@ -393,17 +381,3 @@ def _decoded(url: str, where: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
         raise ValueError(f"{where} is a data: URL whose base64 is damaged: {error}") from error
-
-
-def _read_file(path: Path, where: str) -> bytes:
-    try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{where} is {path}, which is not a file")
-        if found.st_size > MAX_BYTES:
-            raise ValueError(f"{where} is {path}, which has {found.st_size:,} bytes; at most {MAX_BYTES:,} are read")
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        if isinstance(error, ValueError) and str(error).startswith(where):
-            raise
-        raise ValueError(f"{where} is the path {str(path)!r}, which cannot be read: {error}") from error

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -107,12 +107,9 @@ PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 }
 # Names of types that schemas have by mistake
 ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
+MAX_NAMES = 256  # that an unknown name is compared with
+DESCRIBING = {"patternProperties", "unevaluatedProperties", "dependentSchemas", "if"}  # other keywords for arguments
 MAX_STEPS = 20_000  # of a check, about 0.1 s, and one per character of text; what is left then is taken as it is
-TEXT_PER_STEP = 100  # characters that are read in the time of a step
-STEPS_PER_NAME, STEPS_PER_PATTERN = 20, 200  # in the time of which a text is compared with one
-# Patterns that take little time: two repetitions at most, and no groups
-PATTERN = re.compile(r"(?:[^()*+{\\]|\\[^1-9])*+(?:[*+{](?:[^()*+{\\]|\\[^1-9])*+){0,2}")
-LONGEST_KEY = 64  # to which a pattern is applied
 
 
 @dataclass(frozen=True)
@@ -156,9 +153,9 @@ def convert_arguments(
 
     Args:
         schema: Schema of the tool in OpenAI's format. Of JSON Schema it may use type, enum, const, properties,
-            required, patternProperties, additionalProperties, unevaluatedProperties, items, prefixItems, allOf, anyOf,
-            oneOf, if, $ref within the schema, and nullable; other keywords are not checked. Arguments that it does not
-            describe are unknown, unless it allows additional ones.
+            required, additionalProperties, items, prefixItems, allOf, anyOf, oneOf, $ref within the schema, and
+            nullable; other keywords are not checked. Arguments that it does not describe are unknown, unless it allows
+            additional ones, or has other keywords that may describe them.
         is_text: Whether they are texts since the format writes no types.
 
     Returns:
@@ -167,12 +164,13 @@ def convert_arguments(
     function, parameters = schema["function"], schema["function"].get("parameters") or {}
     if not isinstance(parameters, Mapping):
         return dict(arguments), [f"the tool {function['name']!r} has no schema of an object: {short_repr(parameters)}"]
-    root = {"type": "object", "unevaluatedProperties": False, **parameters}
+    root = {"type": "object", **parameters}
     num_characters = sum(len(value) for value in arguments.values() if isinstance(value, str))
     check = _Check(root, f"the tool {function['name']!r}", MAX_STEPS + num_characters)
     given = {key: _Text(value) if is_text and isinstance(value, str) else value for key, value in arguments.items()}
     try:
         values, faults = _checked(check, root, given, "")
+        faults = _unknown(check, given) + faults
     except RecursionError:
         values, faults = given, [f"the schema of {check.owner} is nested too deeply"]
     return {key: value.text if isinstance(value, _Text) else value for key, value in values.items()}, faults
@@ -207,27 +205,23 @@ def _checked(check: _Check, schema: Any, value: Any, where: str, refs: tuple[str
         if _list(schema, key):
             value, more = _any_of(check, schema[key], value, where, refs)
             faults += more
-    if "if" in schema:
-        is_else = _checked(check, schema["if"], value, where, refs)[1]
-        value, more = _checked(check, schema.get("else" if is_else else "then"), value, where, refs)
-        faults += more
     return value, faults
 
 
 def _checked_text(check: _Check, schema: Any, text: str, where: str, refs: tuple[str, ...]) -> tuple[Any, list[str]]:
     """Returns the value that a text stands for, else the text, as the schema takes them."""
-    for value in _written(check, text):
+    for value in _written(text):
         found, faults = _checked(check, schema, value, where, refs)
         if not faults and type(found) is type(value) and check.steps > 0:
             return found, []
     return _checked(check, schema, text, where, refs)
 
 
-def _written(check: _Check, text: str) -> Iterator[Any]:
+def _written(text: str) -> Iterator[Any]:
     """Yields the value that chat templates write as this text, if it is no string."""
     if text in WRITTEN:
         yield WRITTEN[text]
-    value = _from_text(check, text)
+    value = _from_text(text)
     if isinstance(value, dict | list) or (isinstance(value, int | float) and str(value) == text):
         yield value
 
@@ -250,7 +244,7 @@ def _checked_alone(check: _Check, schema: Mapping[str, Any], value: Any, where: 
     """Checks a value against the keywords of a schema that do not refer to other schemas of the same value."""
     kinds = _kinds(schema)
     if kinds and not _is_any(kinds, value):
-        found = _from_text(check, value) if isinstance(value, str) else value
+        found = _from_text(value) if isinstance(value, str) else value
         if not isinstance(value, str) or not _is_any(kinds, found):
             named = " or ".join(map(_article, kinds))
             return value, [f"{where or check.owner} must be {named}, got {short_repr(value)}"]
@@ -259,11 +253,10 @@ def _checked_alone(check: _Check, schema: Mapping[str, Any], value: Any, where: 
         value = int(value)
     for choices in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
         if isinstance(choices, list):
-            check.steps -= len(choices)
-            tries = [value, _from_text(check, value)] if isinstance(value, str) else [value]
+            tries = [value, _from_text(value)] if isinstance(value, str) else [value]
             equal = [each for found in tries for each in choices if _are_equal(each, found)]
             if not equal:
-                return value, [_not_one_of(check, choices, value, where or check.owner)]
+                return value, [_not_one_of(choices, value, where or check.owner)]
             value = equal[0]
     if isinstance(value, list):
         return _array(check, schema, value, where)
@@ -296,25 +289,15 @@ def _are_equal(a: Any, b: Any) -> bool:
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
-def _not_one_of(check: _Check, choices: list[Any], value: Any, where: str) -> str:
+def _not_one_of(choices: list[Any], value: Any, where: str) -> str:
     texts = [each for each in choices if isinstance(each, str)]
-    hint = _nearest(check, value, texts) if isinstance(value, str) else ""
+    hint = nearest(value[:80], texts[:MAX_NAMES]) if isinstance(value, str) else ""
     named = f"{'one of ' * (len(choices) > 1)}{', '.join(map(repr, choices))}"
     return f"{where} must be {named}, got {short_repr(value)}{hint}"
 
 
-def _nearest(check: _Check, text: str, names: list[str]) -> str:
-    """Returns the hint of a name that resembles a text; none where a comparison with all of them could take long."""
-    cost = STEPS_PER_NAME * len(names)
-    if check.steps < cost:
-        return ""
-    check.steps -= cost
-    return nearest(text[:80], names)
-
-
-def _from_text(check: _Check, text: str) -> Any:
+def _from_text(text: str) -> Any:
     """Returns the value that a text writes as JSON, or as Python's True, False or None; else the text itself."""
-    check.steps -= len(text) // TEXT_PER_STEP
     if text.strip().lower() in CONSTANTS:
         return CONSTANTS[text.strip().lower()]
     try:
@@ -343,42 +326,38 @@ def _array(check: _Check, schema: Mapping[str, Any], values: list[Any], where: s
 
 def _object(check: _Check, schema: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tuple[Any, list[str]]:
     owner, inside = where or check.owner, f" of {where}" if where else ""
-    properties, patterns = _mapping(schema, "properties"), _mapping(schema, "patternProperties")
-    required = [key for key in _list(schema, "required") if isinstance(key, str)]
-    unknown, names = _unknown(check, schema, values)
+    properties = _mapping(schema, "properties")
     faults = []
-    if unknown:
-        known = f"it takes {', '.join(names)}" if names else "it takes none"
-        faults.append(f"{owner} has no argument {unknown[0]!r:.80}{_nearest(check, unknown[0], names) or ';'} {known}")
-    check.steps -= len(required)
-    missing = [key for key in required if key not in values]
+    is_closed = schema.get("additionalProperties") is False and where and not DESCRIBING & schema.keys()
+    if is_closed and (unknown := [key for key in values if key not in properties]):
+        faults.append(_unknown_fault(owner, unknown[0], properties))
+    missing = [key for key in _list(schema, "required") if isinstance(key, str) and key not in values]
     if missing:
         faults.append(f"{owner} needs the argument{'s' * (len(missing) > 1)} {', '.join(missing)}")
     checked = {}
     for key, value in values.items():
-        parts = [properties[key]] if key in properties else []
-        parts += [part for pattern, part in patterns.items() if _matches(check, pattern, key) is True]
-        if not parts and schema.get("additionalProperties", False) is not False:
-            parts = [schema["additionalProperties"]]
-        for part in parts:
+        part = properties.get(key, schema.get("additionalProperties") or None)
+        if part is not None:
             value, more = _checked(check, part, value, f"the argument {key!r:.80}{inside}")
             faults += more
         checked[key] = value
     return checked, faults
 
 
-def _unknown(check: _Check, schema: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Returns the keys that an object must not have, and the names of those that it may have."""
-    if schema.get("additionalProperties", schema.get("unevaluatedProperties", True)) is not False:
-        return [], []
-    parts = [schema] if "additionalProperties" in schema else [*_parts(check, schema)]
-    if any(part.get("additionalProperties", False) is not False for part in parts):
-        return [], []
-    names = dict.fromkeys(name for part in parts for name in _mapping(part, "properties"))
-    patterns = [pattern for part in parts for pattern in _mapping(part, "patternProperties")]
-    others = [key for key in values if key not in names]
-    unknown = [key for key in others if all(_matches(check, pattern, key) is False for pattern in patterns)]
-    return (unknown if check.steps > 0 else []), list(names)
+def _unknown(check: _Check, values: Mapping[str, Any]) -> list[str]:
+    """Returns a fault if an argument is none of those that the tool's schema, or one that it refers to, describes."""
+    parts = [*_parts(check, check.root)]
+    properties = dict.fromkeys(name for part in parts for name in _mapping(part, "properties"))
+    takes_others = any(
+        part.get("additionalProperties", False) is not False or DESCRIBING & part.keys() for part in parts
+    )
+    unknown = [] if takes_others or check.steps <= 0 else [key for key in values if key not in properties]
+    return [_unknown_fault(check.owner, unknown[0], properties)] if unknown else []
+
+
+def _unknown_fault(owner: str, key: str, names: Iterable[str]) -> str:
+    known = f"it takes {', '.join(names)}" if names else "it takes none"
+    return f"{owner} has no argument {key!r:.80}{nearest(key[:80], [*names][:MAX_NAMES]) or ';'} {known}"
 
 
 def _parts(check: _Check, schema: Any, refs: tuple[str, ...] = ()) -> Iterator[Mapping[str, Any]]:
@@ -390,11 +369,7 @@ def _parts(check: _Check, schema: Any, refs: tuple[str, ...] = ()) -> Iterator[M
     ref = schema.get("$ref")
     if isinstance(ref, str) and ref not in refs:
         yield from _parts(check, _resolved(check.root, ref), (*refs, ref))
-    for part in (
-        *(part for key in ("allOf", "anyOf", "oneOf") for part in _list(schema, key)),
-        *(schema.get(key) for key in ("if", "then", "else")),
-        *_mapping(schema, "dependentSchemas").values(),
-    ):
+    for part in (part for key in ("allOf", "anyOf", "oneOf") for part in _list(schema, key)):
         yield from _parts(check, part, refs)
 
 
@@ -411,17 +386,6 @@ def _resolved(root: Mapping[str, Any], ref: str) -> Any:
         if pointer.partition("/")[0] == "#" and found is not None:
             return found
     return True
-
-
-def _matches(check: _Check, pattern: str, key: str) -> bool | None:
-    """Returns whether a key matches a pattern; None if that is not known, since trying it could take long."""
-    if check.steps < STEPS_PER_PATTERN or len(key) > LONGEST_KEY or not PATTERN.fullmatch(pattern):
-        return None
-    check.steps -= STEPS_PER_PATTERN
-    try:
-        return re.search(pattern, key) is not None
-    except (re.error, OverflowError, RecursionError):
-        return None
 
 
 def _mapping(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -32,7 +32,7 @@ from groupax.engine.cache import (
     widen_slots,
 )
 from groupax.engine.core import EngineCore
-from groupax.engine.decode import Chunk, DecodeSettings, TokenMasks, consume, decode_chunk, next_masks
+from groupax.engine.decode import Chunk, DecodeSettings, TokenMasks, decode_chunk, next_masks
 from groupax.engine.prefill import Admitted, Known, admit, admitted_images, lookup_tokens
 from groupax.engine.prefix_cache import Place, prefix_of
 from groupax.engine.programs import Serving
@@ -40,7 +40,6 @@ from groupax.engine.scheduler import Admission, CacheShape, Demand, Plan, Schedu
 from groupax.engine.sequence import Sequence
 from groupax.models.specs import Params
 from groupax.parallel.collectives import to_device, to_host
-from groupax.parallel.mesh import num_data_shards
 from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS, sampling_kind
 
 # With at most this many chunks left, the number of slots no longer changes.
@@ -60,6 +59,7 @@ class Batch:
 
     Attributes:
         scheduler: Assigns sequences to slots.
+        shape: Shape of each shard's cache.
         cache, slots: The arrays on the devices.
 
     Raises:
@@ -76,24 +76,19 @@ class Batch:
         self._num_idle = 0  # chunks in a row after which half of the slots were enough
         self._num_needed = 0  # slots per shard, the most of these chunks
         self.demand = self.demand_of(sequences)
-        shape = plan.first_shape(self.demand, num_data_shards(self.mesh))
+        shape = plan.first_shape(self.demand, core.num_shards)
         if serving is not None:
             shape = serving.nearest(shape, sequences) or shape
-        self.scheduler = Scheduler(num_data_shards(self.mesh), shape.num_slots, shape.share)
+        self.scheduler = Scheduler(core.num_shards, shape.num_slots, shape.share)
         self.scheduler.submit(sequences)
         self.num_stop_ids, self.num_biased = _slot_sizes(sequences)
         self.cache: Cache = cache_maker(core.config, self.mesh, shape, core.kv_dtype)()
+        self.shape, self._rows = shape, NamedSharding(self.mesh, ROWS)
         self.slots = to_slots(self._idle_slots(), self._on_rows)
-
-    @property
-    def shape(self) -> CacheShape:
-        """Shape of each shard's cache."""
-        scheduler, cache = self.scheduler, self.cache
-        return CacheShape(scheduler.slots_per_shard, scheduler.share, cache.num_prompt_columns, cache.num_columns)
 
     def demand_of(self, sequences: Iterable[Sequence]) -> Demand:
         """Returns the demand to choose shapes by, for these sequences."""
-        return self.serving.demand(sequences) if self.serving else self.core.demand(self.plan, sequences)
+        return self.serving.demand(sequences) if self.serving else self.plan.demand(sequences, self.core.expected)
 
     def shape_with(self, sequences: Iterable[Sequence] = ()) -> CacheShape | None:
         """Returns the shape to change to if these sequences join those that wait and run, if memory allows it.
@@ -149,15 +144,16 @@ class Batch:
 
         A server computes as many as its pace allows before the next chunk.
         """
-        most, pace = self._max_prompts(), self.serving and self.serving.pace
-        if pace is not None:
-            most = pace.num_prompts(self.shape, most)
-        begun_s = time.perf_counter()
-        while admission := self.scheduler.admit(most):
-            self._admit(params, admission)
+        scheduler, pace, begun_s = self.scheduler, self.serving and self.serving.pace, time.perf_counter()
+        if not scheduler.waiting:
+            return
+        num_prompts = admission_prompts(self.shape, bool(self.core.prefixes.max_bytes))
+        most = num_prompts if pace is None else pace.num_prompts(self.shape, num_prompts)
+        while admission := scheduler.admit(most):
+            self._admit(params, admission, num_prompts)
             if pace is not None:
                 jax.block_until_ready(self.slots)
-                pace.add_admission(int(admission.num_prompts.max()), time.perf_counter() - begun_s)
+                pace.add_admission(max(map(len, admission.firsts)), time.perf_counter() - begun_s)
                 break
 
     def decode(self, params: Params) -> list[tuple[Sequence, int]]:
@@ -191,17 +187,17 @@ class Batch:
         if not any(sequence.params.logprobs for sequence in running):
             chunk = replace(chunk, alternatives=None, alternative_logps=None)
         append(to_host(chunk), self.scheduler.slots)
-        consume(grown)
+        for sequence, num_before in grown if is_constrained else ():
+            if sequence.matcher is not None and sequence.finish_reason is None:
+                sequence.matcher.consume_tokens(sequence.tokens[num_before:])
         if self.serving is not None:
             num_steps = max((len(sequence.tokens) - num_before for sequence, num_before in grown), default=0)
             self.serving.pace.add_chunk(self.shape, num_steps, time.perf_counter() - begun_s)
         return grown
 
     def store_prefixes(self) -> None:
-        """Stores the keys and values of the sequences that have just finished, if prefixes are kept."""
+        """Stores the keys and values of the sequences that have just finished."""
         scheduler, prefixes = self.scheduler, self.core.prefixes
-        if not prefixes.max_bytes:
-            return
         finished: list[list[int]] = [[] for _ in range(scheduler.num_shards)]
         for slot, sequence in enumerate(scheduler.slots):
             if sequence is not None and self._is_to_be_stored(sequence):
@@ -232,12 +228,11 @@ class Batch:
 
     def free_finished(self) -> None:
         """Frees the slots of finished sequences."""
-        freed = self.scheduler.free_finished()
-        if not freed:
-            return
-        released = np.zeros(len(self.scheduler.slots), bool)
-        released[freed] = True
-        self.slots = release(self.slots, self._on_rows(released))
+        slots = self.scheduler.slots
+        released = np.array([each is not None and each.finish_reason is not None for each in slots])
+        if released.any():
+            self.scheduler.slots = [None if is_free else each for each, is_free in zip(slots, released, strict=True)]
+            self.slots = release(self.slots, self._on_rows(released))
 
     def compact(self) -> None:
         """Halves the number of slots, or more, once they are idle; to be called after each chunk.
@@ -247,7 +242,8 @@ class Batch:
         scheduler = self.scheduler
         if not self.plan.adapts or self.plan.conversations is not None:
             return
-        needed = max(self._num_needed, power_of_two(scheduler.num_slots_needed()))
+        per_shard = np.array([each is not None for each in scheduler.slots]).reshape(scheduler.num_shards, -1)
+        needed = max(self._num_needed, power_of_two(int(per_shard.sum(axis=1).max())))
         self._num_idle, self._num_needed = self._num_idle + 1, needed
         left = max((each.params.max_tokens - len(each.tokens) for each in scheduler.running), default=0)
         is_idle = not scheduler.waiting and needed <= scheduler.slots_per_shard // 2
@@ -267,9 +263,6 @@ class Batch:
         """Returns whether to change to this shape now, where the change may wait."""
         sequences = [*self.scheduler.running, *self.scheduler.queued]
         return self.serving is None or self.serving.is_prepared(shape, sequences, self.shape)
-
-    def _max_prompts(self) -> int:
-        return admission_prompts(self.shape, bool(self.core.prefixes.max_bytes))
 
     # -- changes of the arrays
 
@@ -303,6 +296,7 @@ class Batch:
 
     def _resize(self, rows: np.ndarray | None, prompt_slots: np.ndarray | None, shape: CacheShape) -> None:
         """Moves these slots and prompt slots into arrays of a shape; None keeps all, with their columns."""
+        self.shape = shape
         rows_on_devices = None if rows is None else self._on_rows(rows)
         self.cache = resize(
             self.cache,
@@ -315,15 +309,14 @@ class Batch:
         if rows_on_devices is not None:
             self.slots = move_slots(self.slots, rows_on_devices, mesh=self.mesh)
 
-    def _admit(self, params: Params, admission: Admission) -> None:
-        num_prompts = self._max_prompts()
-        prompts, starts = admission.padded(num_prompts, self.cache.num_prompt_columns)
+    def _admit(self, params: Params, admission: Admission, num_prompts: int) -> None:
+        core, scheduler, row_of = self.core, self.scheduler, {}
+        prompts, starts = admission.padded(num_prompts, self.shape.num_prompt_columns)
         source = np.full(self.cache.prompt_tokens.shape[0], -1, np.int32)
         admitted = self._idle_slots()
         is_new = np.zeros(len(admitted), bool)
         places: list[Place | None] = [None] * len(prompts)
         adapters = np.full(len(prompts), -1, np.int32)
-        scheduler, row_of = self.scheduler, {}
         for prompt_slot, index in admission.prompt_slots:
             source[prompt_slot] = index
             # its row among those of all shards
@@ -331,16 +324,18 @@ class Batch:
         for slot, sequence in admission.slots:
             is_new[slot] = True
             row = row_of[slot // scheduler.share]
-            places[row], adapters[row] = sequence.place, self.core.adapter_index(sequence.adapter)
+            places[row] = sequence.place
             sequence.admitted_s = time.monotonic()
-            self._generations[sequence] = self.core.prefixes.generation
+            self._generations[sequence] = core.prefixes.generation
             fill(admitted[slot], sequence)
-            if self.core.adapters:
-                admitted[slot]["adapter"] = adapters[row]
-        vision, features, images = self.core.config.vision, self.core.features, None
+            if core.adapters:
+                admitted[slot]["adapter"] = adapters[row] = core.adapter_index(sequence.adapter)
+        vision, features, images, known = core.config.vision, core.features, None, None
         if vision is not None and features is not None:  # whose features are computed now
-            shape = num_prompts, self.cache.num_prompt_columns
-            images = admitted_images(vision, features, self.core.vision_params, admission, shape)
+            shape = num_prompts, self.shape.num_prompt_columns
+            images = admitted_images(vision, features, core.vision_params, admission, shape)
+        if core.prefixes.max_bytes:
+            known = self._known([*admission.rows(num_prompts)], starts, places, adapters.tolist())
         self.cache, self.slots = admit(
             params,
             self.cache,
@@ -348,26 +343,30 @@ class Batch:
             Admitted(
                 prompts=self._on_rows(prompts),
                 starts=self._on_rows(starts),
-                num_prompts=self._on_rows(admission.num_prompts),
+                num_prompts=self._on_rows(np.array([*map(len, admission.firsts)], np.int32)),
                 source=self._on_rows(source),
                 is_new=self._on_rows(is_new),
                 slots=to_slots(admitted, self._on_rows),
-                known=self._known(admission, starts, places, adapters.tolist()),
-                adapters=self._on_rows(adapters) if self.core.adapters else None,
-                images=None if images is None else to_device(images, NamedSharding(self.mesh, ROWS)),
+                known=known,
+                adapters=self._on_rows(adapters) if core.adapters else None,
+                images=None if images is None else to_device(images, self._rows),
             ),
-            config=self.core.config,
+            config=core.config,
             mesh=self.mesh,
             by_block=self.plan.by_block,
             short_pieces=self.serving is not None,
         )
 
     def _known(
-        self, admission: Admission, starts: np.ndarray, places: list[Place | None], adapters: list[int]
+        self,
+        firsts: list[tuple[int, Sequence]],
+        starts: np.ndarray,
+        places: list[Place | None],
+        adapters: list[int],
     ) -> Known | None:
         """Returns the stored keys and values of the left-padded prompts; None if there are none."""
-        prompts = np.zeros((len(starts), self.cache.num_prompt_columns), np.int64)
-        for row, first in admission.rows(self._max_prompts()):
+        prompts = np.zeros((len(starts), self.shape.num_prompt_columns), np.int64)
+        for row, first in firsts:
             prompts[row, starts[row] :] = lookup_tokens(first)[:-1]
         gathered = self.core.prefixes.gather(prompts, starts, places, adapters)
         if gathered is None:
@@ -380,7 +379,7 @@ class Batch:
         return slot_table(len(self.scheduler.slots), self.num_stop_ids, self.num_biased, bool(self.core.adapters))
 
     def _on_rows(self, array: np.ndarray) -> jax.Array:
-        return to_device(np.ascontiguousarray(array), NamedSharding(self.mesh, ROWS))
+        return to_device(np.ascontiguousarray(array), self._rows)
 
 
 def _slot_sizes(sequences: Iterable[Sequence]) -> tuple[int, int]:

@@ -2,8 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,8 +13,7 @@ from groupax.constraints import ConstraintCompiler
 from groupax.data.prompts import ImageEncoder
 from groupax.engine.cache import cache_dtype, plan_for, token_bytes
 from groupax.engine.prefix_cache import PrefixCache
-from groupax.engine.scheduler import CHUNK_STEPS, FREE_FRAC, Demand, Plan, demand_of
-from groupax.engine.sequence import Sequence
+from groupax.engine.scheduler import CHUNK_STEPS, FREE_FRAC, Demand, Plan
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
 from groupax.models.flops import find_config
@@ -68,7 +67,12 @@ class EngineSettings:
 
 
 class EngineCore:
-    """The part of an `Engine` that sessions share, with its arguments and attributes."""
+    """The part of an `Engine` that sessions share, with its arguments and attributes.
+
+    Attributes:
+        num_shards: Number of devices along the data axes.
+        bytes_per_token: Size of one token's keys and values in all layers, on one of the devices that store them.
+    """
 
     def __init__(
         self,
@@ -98,11 +102,15 @@ class EngineCore:
         self.expected, self.weights, self.adapters = given.expected, given.weights, tuple(given.adapters)
         self.records_experts = given.record_experts
         self.mesh = decoding_mesh(mesh, given.tp)
+        self.num_shards = num_data_shards(self.mesh)
         self._gathers = splits_model(mesh) or given.tp > 1
         if given.tp > 1:
             validate_tp(config, self.mesh, params, self.weights)
         check_decoding_weights(params, self.weights)
-        self.kv_dtype = cache_dtype(given.kv_dtype, self.weights, params["embed"].dtype, self.mesh.devices.flat[0])
+        device, shards = self.mesh.devices.flat[0], self.mesh.shape["tp"]
+        self.kv_dtype = cache_dtype(given.kv_dtype, self.weights, params["embed"].dtype, device)
+        self.bytes_per_token = token_bytes(config, self.kv_dtype, shards)
+        self._limits = plan_for(config, 0, self.kv_dtype, shards, self.max_slots, device.platform == "cpu")
         self._given: Params = params
         self._params: Params | None = None
         self.version = 0
@@ -127,7 +135,7 @@ class EngineCore:
         if self._params is None:
             given = self._given
             gathered = jax.block_until_ready(shard_params(self.config, self.mesh, given)) if self._gathers else given
-            self._params = decoding_params(self.config, gathered, self.weights)
+            self._params = gathered if self.weights == "same" else decoding_params(self.config, gathered, self.weights)
         return self._params
 
     @params.setter
@@ -135,7 +143,8 @@ class EngineCore:
         if params is not self._given:  # the same weights need no second copy
             self._given, self._params = params, None
             self.version += 1
-            self.prefixes.clear()
+            if self.prefixes.max_bytes:
+                self.prefixes.clear()
 
     @property
     def vision_params(self) -> Params:
@@ -169,28 +178,17 @@ class EngineCore:
         if allowed is None:
             jax.block_until_ready(self.params)  # gathered and converted weights take their memory first
             allowed = int(FREE_FRAC * free_memory_bytes(self.mesh))
-        adapts = self.mesh.devices.flat[0].platform == "cpu"
-        return plan_for(self.config, allowed, self.kv_dtype, self.mesh.shape["tp"], self.max_slots, adapts)
+        return replace(self._limits, max_tokens=allowed // self.bytes_per_token)
 
     def planned_bytes(self) -> int:
         """Returns the most that keys and values of the expected sequences take on a device, at most what is allowed."""
         if self.expected is None:
             return 0
         unlimited = Plan(1 << 62, self.config.num_layers, self.max_slots)
-        shape = unlimited.first_shape(self.expected, num_data_shards(self.mesh))
+        shape = unlimited.first_shape(self.expected, self.num_shards)
         needed = unlimited.planned_tokens(shape) * self.bytes_per_token
         allowed = int(FREE_FRAC * free_memory_bytes(self.mesh)) if self.kv_bytes is None else self.kv_bytes
         return min(needed, allowed)
-
-    def demand(self, plan: Plan, sequences: Iterable[Sequence]) -> Demand:
-        """Returns what these sequences, or those that are expected, need of the cache."""
-        demand, expected = demand_of(sequences), plan.conversations or self.expected
-        return demand if expected is None else plan.raised(demand, expected)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Size of one token's keys and values in all layers, on one of the devices that store them."""
-        return token_bytes(self.config, self.kv_dtype, self.mesh.shape["tp"])
 
 
 # Dims that may be replicated.

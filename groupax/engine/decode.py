@@ -78,13 +78,6 @@ def next_masks(compiler: ConstraintCompiler, slots: Row[Sequence | None]) -> tup
     return words, constrained
 
 
-def consume(sequences: Row[tuple[Sequence, int]]) -> None:
-    """Tells the matchers of running sequences their new tokens."""
-    for sequence, num_before in sequences:
-        if sequence.matcher is not None and sequence.finish_reason is None:
-            sequence.matcher.consume_tokens(sequence.tokens[num_before:])
-
-
 GPU_STEPS = 4  # between two looks at the limit of a chunk
 
 

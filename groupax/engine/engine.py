@@ -196,16 +196,34 @@ class Engine(EngineCore):
             first_prompt: The first prompt's `prompt_index`; the others follow.
             adapter: Name of one of `adapters`; None for the base.
         """
-        self.adapter_index(adapter)
-        for index, prompt in enumerate(prompts):
-            self._check(index, np.asarray(prompt), params)
+        if adapter is not None:
+            self.adapter_index(adapter)
+        limit, vocab_size = self.config.max_positions, self.config.vocab_size
+        for index, prompt in enumerate(map(np.asarray, prompts)):
+            if prompt.ndim != 1:
+                raise ValueError(
+                    f"prompt {index} is an array of the shape {prompt.shape}; a prompt is one row of token ids, "
+                    "several are a list of such rows or an array of two dims"
+                )
+            if prompt.size == 0:
+                raise ValueError(f"prompt {index} has no tokens; the model needs at least one to continue from")
+            if prompt.size + params.max_tokens > limit:
+                raise ValueError(
+                    f"prompt {index} has {prompt.size} tokens, which with max_tokens {params.max_tokens} exceeds the "
+                    f"model's {limit} positions; shorten the prompt or lower max_tokens"
+                )
+            if prompt.min() < 0 or prompt.max() >= vocab_size:
+                raise ValueError(
+                    f"prompt {index} has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has "
+                    f"{vocab_size} tokens: is this its tokenizer?"
+                )
         if params.stop and self.tokenizer is None:
             raise ValueError(
                 f"stop strings ({', '.join(map(repr, params.stop))}) need a tokenizer; give the Engine one"
             )
-        outside = [token for token in params.logit_bias if not 0 <= token < self.config.vocab_size]
+        outside = [token for token in params.logit_bias if not 0 <= token < vocab_size]
         if outside:
-            raise ValueError(f"logit_bias names tokens {outside}; the vocabulary has {self.config.vocab_size}")
+            raise ValueError(f"logit_bias names tokens {outside}; the vocabulary has {vocab_size}")
         if params.stop:
             assert not isinstance(params.stop_token_ids, int), "SamplingParams makes it a tuple"
             special = special_token_ids(self.tokenizer, params.stop)
@@ -258,26 +276,6 @@ class Engine(EngineCore):
     def num_programs(self) -> int:
         """Number of programs that the engines of this process have compiled."""
         return sum(program._cache_size() for program in PROGRAMS)
-
-    def _check(self, index: int, prompt: np.ndarray, params: SamplingParams) -> None:
-        limit = self.config.max_positions
-        if prompt.ndim != 1:
-            raise ValueError(
-                f"prompt {index} is an array of the shape {prompt.shape}; a prompt is one row of token ids, several "
-                "are a list of such rows or an array of two dims"
-            )
-        if prompt.size == 0:
-            raise ValueError(f"prompt {index} has no tokens; the model needs at least one to continue from")
-        if prompt.size + params.max_tokens > limit:
-            raise ValueError(
-                f"prompt {index} has {prompt.size} tokens, which with max_tokens {params.max_tokens} exceeds the "
-                f"model's {limit} positions; shorten the prompt or lower max_tokens"
-            )
-        if prompt.min() < 0 or prompt.max() >= self.config.vocab_size:
-            raise ValueError(
-                f"prompt {index} has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has "
-                f"{self.config.vocab_size} tokens: is this its tokenizer?"
-            )
 
 
 def _with_adapters(model: Model, adapters: Mapping[str, Model]) -> Params:

@@ -383,15 +383,17 @@ class Serving:
 
     def demand(self, sequences: Iterable[Sequence]) -> Demand:
         """Returns the demand of sequences in large steps where memory allows, with a prompt slot for each of them."""
-        demand = self.programs.engine.demand(self.plan, sequences)
+        demand = self.plan.demand(sequences, self.programs.engine.expected)
         prompt_columns = in_steps(demand.prompt_columns, PROMPT_COLUMNS, PROMPT_STEP)
-        rounded = Demand((1,) * demand.num_rows, prompt_columns, in_steps(demand.columns, CACHE_COLUMNS, COLUMNS_STEP))
+        rounded = Demand(
+            (1,) * sum(demand.group_sizes), prompt_columns, in_steps(demand.columns, CACHE_COLUMNS, COLUMNS_STEP)
+        )
         fits = self.plan.allows(self.plan.smallest_shape(rounded))
         return rounded if fits else replace(demand, group_sizes=rounded.group_sizes)
 
     def first_shape(self, sequences: list[Sequence]) -> CacheShape:
         """Returns the shape of a new batch with a slot for each of these, whether or not it is compiled."""
-        return self.plan.first_shape(self.demand(sequences), num_data_shards(self.programs.engine.mesh))
+        return self.plan.first_shape(self.demand(sequences), self.programs.engine.num_shards)
 
     def nearest(
         self, shape: CacheShape, sequences: list[Sequence], before: CacheShape | None = None
@@ -406,7 +408,7 @@ class Serving:
         least = 1 if before is None else before.num_slots
         shapes = [shape]
         while self.plan.allows(larger := replace(shapes[-1], num_slots=2 * shapes[-1].num_slots)):
-            if larger.num_slots > power_of_two(self.plan.max_slots, num_data_shards(self.programs.engine.mesh)):
+            if larger.num_slots > power_of_two(self.plan.max_slots, self.programs.engine.num_shards):
                 break
             shapes.append(larger)
         num_larger = len(shapes)
@@ -445,7 +447,7 @@ class Serving:
         columns = (in_steps(num_tokens, PROMPT_COLUMNS, PROMPT_STEP), in_steps(num_tokens, CACHE_COLUMNS, COLUMNS_STEP))
         demands = [Demand((1,) * number, *columns) for number in sorted(set(clients))]
         demands = [demand for demand in demands if self.plan.allows(self.plan.smallest_shape(demand))]
-        num_shards = num_data_shards(self.programs.engine.mesh)
+        num_shards = self.programs.engine.num_shards
         firsts = {self.plan.first_shape(demand, num_shards): demand for demand in demands}
         needed = [each for shape, demand in firsts.items() for each in self._growing(shape, demand, KINDS[0])]
         needed += [each for shape in list(firsts)[-1:] for each in self._growing(shape, firsts[shape], KINDS[-1])]

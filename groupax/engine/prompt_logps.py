@@ -62,7 +62,7 @@ def compile_for(engine: EngineCore, length: int) -> None:
     number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     adapter = number if engine.adapters else None
     static = {"config": engine.config, "mesh": mesh}
-    _advance.trace(engine.params, found, tokens, temperature, adapter, number, number, **static).lower().compile()
+    _advance.trace(engine.params, found, tokens, temperature, adapter, (number, number), **static).lower().compile()
 
 
 class Scoring:
@@ -100,9 +100,9 @@ class Scoring:
     def advance(self, num_pieces: int) -> None:
         """Computes the next pieces of columns. No other program of the engine may run meanwhile."""
         end = min(self._next + num_pieces, self._end)
-        first, last = jax.device_put((np.int32(self._next), np.int32(end)), self._replicated)
+        pieces = jax.device_put((np.int32(self._next), np.int32(end)), self._replicated)
         found = _advance(
-            self._params, self._found, self._tokens, self._temperature, self._adapter, first, last, **self._static
+            self._params, self._found, self._tokens, self._temperature, self._adapter, pieces, **self._static
         )
         self._found = jax.block_until_ready(found)
         self._next = end
@@ -161,17 +161,16 @@ def _advance(
     tokens: Int[Array, "P S"],
     temperature: Float[Array, ""],
     adapter: Int[Array, ""] | None,
-    first: Int[Array, ""],
-    last: Int[Array, ""],
+    pieces: tuple[Int[Array, ""], Int[Array, ""]],
     *,
     config: ModelConfig,
     mesh: Mesh,
 ) -> tuple[list[Any], TokenLogps]:
-    """Computes the log-probs of right-padded prompts, one on each device, in the pieces from `first` up to `last`."""
+    """Computes the log-probs of right-padded prompts, one on each device, in pieces from one up to another."""
     layout = layout_of(config, mesh)
 
     def local(
-        params: Params, found: Any, tokens: Array, temperature: Array, adapter: Any, first: Array, last: Array
+        params: Params, found: Any, tokens: Array, temperature: Array, adapter: Any, pieces: tuple[Array, Array]
     ) -> Any:
         params = select_adapters(params, None if adapter is None else jnp.full(PIECE, adapter))
         head = gather_weight(layout, ("vocab", "embed"), head_weights(params))
@@ -196,10 +195,10 @@ def _advance(
                 lambda x, y: lax.dynamic_update_slice_in_dim(x, y[None], begin, axis=1), logps, new
             )
 
-        return lax.fori_loop(first, last, compute, found)
+        return lax.fori_loop(*pieces, compute, found)
 
     one = PartitionSpec()
     of_found = jax.tree.map(pspec_of, found)
-    in_specs = (partition_specs(config, mesh, params), of_found, ROWS, one, None if adapter is None else one, one, one)
+    in_specs = (partition_specs(config, mesh, params), of_found, ROWS, one, None if adapter is None else one, one)
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=of_found, check_vma=False)
-    return program(params, found, tokens, temperature, adapter, first, last)
+    return program(params, found, tokens, temperature, adapter, pieces)

@@ -54,12 +54,7 @@ class CacheShape:
     @property
     def num_tokens(self) -> int:
         """Number of tokens whose keys and values it has room for."""
-        return self.num_prompt_slots * self.num_prompt_columns + self.num_slots * self.num_columns
-
-    @property
-    def max_prompts(self) -> int:
-        """Maximum number of prompts that one admission computes."""
-        return admission_prompts(self, has_prefixes=False)
+        return self.num_slots // self.share * self.num_prompt_columns + self.num_slots * self.num_columns
 
 
 @dataclass(frozen=True)
@@ -75,24 +70,6 @@ class Demand:
     group_sizes: tuple[int, ...]
     prompt_columns: int
     columns: int
-
-    @property
-    def num_rows(self) -> int:
-        """Number of sequences."""
-        return sum(self.group_sizes)
-
-
-def demand_of(sequences: Iterable[Sequence]) -> Demand:
-    """Returns what sequences, at least one, need of the cache at most."""
-    sizes: dict[Any, int] = {}
-    longest_prompt = longest_completion = 0
-    for sequence in sequences:
-        # turns of conversations do not share a prompt slot: what follows the first ones differs
-        shares = sequence.group if sequence.place is None else id(sequence)
-        sizes[shares] = sizes.get(shares, 0) + 1
-        longest_prompt = max(longest_prompt, len(sequence.prompt))
-        longest_completion = max(longest_completion, sequence.params.max_tokens)
-    return Demand(tuple(sizes.values()), longest_prompt - 1, longest_completion)
 
 
 @dataclass(frozen=True)
@@ -110,6 +87,8 @@ class Plan:
             decoded at the same time, which tools decide by their speed.
         state_tokens: Size of a sequence's states in recurrent layers, in tokens.
         num_recurrent: Number of recurrent layers.
+        by_block: Whether programs compute by blocks of columns, so that the numbers of columns do not change any
+            result; on CPUs, with conversations.
     """
 
     max_tokens: int
@@ -119,42 +98,53 @@ class Plan:
     conversations: Demand | None = None
     state_tokens: int = 0
     num_recurrent: int = 0
-
-    @property
-    def by_block(self) -> bool:
-        """True if programs compute by blocks of columns, so that the numbers of columns do not change any result."""
-        return self.adapts and self.conversations is not None
+    by_block: bool = False
 
     def with_conversations(self, demand: Demand, num_shards: int) -> "Plan":
         """Returns the plan for conversations with this largest demand."""
-        plan = replace(self, conversations=demand, max_slots=min(demand.num_rows, self.max_slots))
+        max_slots = min(sum(demand.group_sizes), self.max_slots)
+        plan = replace(self, conversations=demand, by_block=self.adapts, max_slots=max_slots)
         longest = plan.smallest_shape(plan.raised(demand, demand))
         num_slots = power_of_two(plan.max_slots, num_shards)
         while num_slots > 1 and not self.allows(replace(longest, num_slots=num_slots)):
             num_slots //= 2
         return replace(plan, max_slots=num_slots * num_shards)
 
+    def demand(self, sequences: Iterable[Sequence], expected: Demand | None = None) -> Demand:
+        """Returns what sequences, at least one, need of the cache at most, raised to what is expected of a batch."""
+        sizes: dict[Any, int] = {}
+        longest_prompt = longest_completion = 0
+        for sequence in sequences:
+            # turns of conversations do not share a prompt slot: what follows the first ones differs
+            shares = sequence.group if sequence.place is None else id(sequence)
+            sizes[shares] = sizes.get(shares, 0) + 1
+            longest_prompt = max(longest_prompt, len(sequence.prompt))
+            longest_completion = max(longest_completion, sequence.params.max_tokens)
+        demand = Demand(tuple(sizes.values()), longest_prompt - 1, longest_completion)
+        expected = self.conversations or expected
+        return demand if expected is None else self.raised(demand, expected)
+
     def raised(self, demand: Demand, expected: Demand) -> Demand:
         """Returns the demand to choose a batch's shape by, so that a run, which expects this much, has few shapes."""
         groups, columns = demand.group_sizes, max(demand.columns, expected.columns)
         prompt_columns = max(demand.prompt_columns, expected.prompt_columns)
         if self.conversations is not None:
-            groups = (1,) * max(self.max_slots, demand.num_rows)
+            groups = (1,) * max(self.max_slots, sum(groups))
             needed = demand.prompt_columns if self.adapts else prompt_columns
             prompt_columns, columns = (in_steps(size, CACHE_COLUMNS, 2) for size in (needed, columns))
         elif self.adapts:
             sizes = halvings(bucket(prompt_columns, PREFILL_COLUMNS), PREFILL_COLUMNS)
             prompt_columns = next(size for size in sizes if size >= demand.prompt_columns)
-        elif demand.num_rows < expected.num_rows and _shared_rows(groups) == _shared_rows(expected.group_sizes):
+        elif sum(groups) < sum(expected.group_sizes) and _shared_rows(groups) == _shared_rows(expected.group_sizes):
             groups = expected.group_sizes
         return Demand(groups, prompt_columns, columns)
 
     def planned_tokens(self, shape: CacheShape) -> int:
         """Returns the maximum number of tokens whose keys and values exist at once under this shape."""
-        states = self.state_tokens * shape.num_slots
-        moved = max(-(-shape.num_tokens // self.num_layers), -(-states // max(1, self.num_recurrent)))
-        admitted = shape.max_prompts * (shape.num_prompt_columns + self.state_tokens)
-        return shape.num_tokens + states + moved + admitted
+        stored, states = shape.num_tokens, self.state_tokens * shape.num_slots
+        moved = max(-(-stored // self.num_layers), -(-states // max(1, self.num_recurrent)))
+        admitted = admission_prompts(shape, has_prefixes=False) * (shape.num_prompt_columns + self.state_tokens)
+        return stored + states + moved + admitted
 
     def allows(self, shape: CacheShape) -> bool:
         """Returns whether this shape is within the budget."""
@@ -185,7 +175,7 @@ class Plan:
             ValueError: A sequence of this demand does not fit on a shard.
         """
         self.check(demand)
-        sizes, rows = demand.group_sizes, demand.num_rows
+        sizes, rows = demand.group_sizes, sum(demand.group_sizes)
         prompt_columns = bucket(demand.prompt_columns, PREFILL_COLUMNS)
         columns = halvings(bucket(demand.columns, CACHE_COLUMNS), CACHE_COLUMNS)
         expected = columns[-2:][0]
@@ -238,7 +228,8 @@ def piece_size(num_prompts: int, num_columns: int, num_heads: int, platform: str
     exist for all columns of long prompts. `num_heads` counts the query heads of one device.
     """
     most = CPU_PIECE_TOKENS if platform == "cpu" else PIECE_TOKENS
-    prompts, columns = min(num_prompts, _fitting_power(most, num_columns)), num_columns
+    prompts = min(num_prompts, 1 << (max(1, most // num_columns).bit_length() - 1))
+    columns = num_columns
     while columns > PIECE_COLUMNS and not columns % 16:
         if prompts * columns <= most and prompts * num_heads * columns * num_columns <= PIECE_SCORES:
             break
@@ -251,8 +242,8 @@ def admission_prompts(shape: CacheShape, has_prefixes: bool) -> int:
 
     It is lower if stored keys and values may come from the host for each of them (`has_prefixes`).
     """
-    most = _fitting_power(KNOWN_TOKENS if has_prefixes else PREFILL_TOKENS, shape.num_prompt_columns)
-    return min(most, shape.num_prompt_slots)
+    most = (KNOWN_TOKENS if has_prefixes else PREFILL_TOKENS) // shape.num_prompt_columns
+    return min(1 << (max(1, most).bit_length() - 1), shape.num_slots // shape.share)
 
 
 def bucket(size: int, smallest: int) -> int:
@@ -269,11 +260,6 @@ def power_of_two(size: int, parts: int = 1) -> int:
     """Returns the smallest power of two that times `parts` is at least `size`."""
     per_part = max(1, -(-size // parts))
     return 1 << (per_part - 1).bit_length()
-
-
-def _fitting_power(size: int, part: int) -> int:
-    """Returns the largest power of two that times `part` is at most `size`, or 1."""
-    return 1 << (max(1, size // part).bit_length() - 1)
 
 
 def _shared_rows(group_sizes: Iterable[int], waits: bool = False) -> int:
@@ -298,11 +284,6 @@ class Admission:
     firsts: list[list[Sequence]]
     prompt_slots: list[tuple[int, int]]
     slots: list[tuple[int, Sequence]]
-
-    @property
-    def num_prompts(self) -> np.ndarray:
-        """Number of prompts of each shard."""
-        return np.array([len(own) for own in self.firsts], np.int32)
 
     def padded(self, num_prompts: int, num_columns: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the prompts of all shards without their last tokens, left-padded, [P, S], and their starts, [P]."""
@@ -343,14 +324,10 @@ class Scheduler:
         """Sequences that wait."""
         return [sequence for bundle in self.waiting for sequence in bundle]
 
-    @property
-    def busy(self) -> bool:
-        """True while any sequence waits or runs."""
-        return bool(self.waiting) or bool(self.running)
-
     def num_columns(self, chunk_steps: int) -> int:
         """Returns the number of columns that running and waiting sequences need for another chunk."""
-        sequences = [*self.running, *self.queued]
+        bundles = self.slots, *self.waiting
+        sequences = (each for bundle in bundles for each in bundle if each is not None)
         ends = (min(len(each.tokens) + chunk_steps, each.params.max_tokens) for each in sequences)
         return max(ends, default=0)
 
@@ -373,7 +350,7 @@ class Scheduler:
             bundle.append(sequence)
 
     def cancelled(self) -> list[Sequence]:
-        """Returns cancelled sequences: waiting ones, which leave the queue, and running ones, for `free_finished`."""
+        """Returns cancelled sequences: waiting ones, which leave the queue, and running ones, which stay."""
         gone = [sequence for sequence in self.queued if sequence.finish_reason]
         left = ([sequence for sequence in bundle if not sequence.finish_reason] for bundle in self.waiting)
         self.waiting = deque(bundle for bundle in left if bundle)
@@ -409,11 +386,6 @@ class Scheduler:
             [(prompt_slot, index[prompt_slot // per_shard][own[0].group]) for prompt_slot, own in taken.items()],
             [pair for prompt_slot, own in taken.items() for pair in enumerate(own, start=prompt_slot * self.share)],
         )
-
-    def num_slots_needed(self) -> int:
-        """Returns the number of slots per shard that the running sequences take up."""
-        shards = np.array([sequence is not None for sequence in self.slots]).reshape(-1, self.slots_per_shard)
-        return int(shards.sum(axis=1).max())
 
     def compact(self, slots_per_shard: int) -> np.ndarray:
         """Gives each shard fewer slots, enough for its running sequences, and each slot its own prompt slot.
@@ -466,13 +438,6 @@ class Scheduler:
         shards = range(0, len(self.slots), self.slots_per_shard)
         self.slots = [slot for first in shards for slot in (*self.slots[first : first + self.slots_per_shard], *added)]
         self.slots_per_shard = slots_per_shard
-
-    def free_finished(self) -> list[int]:
-        """Frees the slots of finished sequences and returns them."""
-        freed = [slot for slot, sequence in enumerate(self.slots) if sequence and sequence.finish_reason]
-        for slot in freed:
-            self.slots[slot] = None
-        return freed
 
 
 def _progress(sequence: Sequence | None) -> int:

@@ -13,7 +13,6 @@ from groupax.engine.prefix_cache import Place
 from groupax.engine.programs import Pace, Program, Programs, Serving, kind_of
 from groupax.engine.scheduler import Demand
 from groupax.engine.sequence import Sequence, exempt_length, find_stop, text_before_stop
-from groupax.parallel.mesh import num_data_shards
 
 
 class Session:
@@ -32,9 +31,6 @@ class Session:
         programs: Programs that are compiled while the engine decodes; requests that need others wait for them, and
             later requests pass them. None compiles whatever is needed while all wait.
         pace: Chooses the length of chunks with `programs`; None for one of its own.
-
-    Attributes:
-        pace: The length of chunks where programs are compiled while the engine decodes; elsewhere it is the engine's.
     """
 
     def __init__(
@@ -44,8 +40,7 @@ class Session:
         self._held: set[tuple[Any, ...]] = set()  # kinds of requests that wait for programs, until one is compiled
         self._num_programs = 0
         self._plan = engine.plan()
-        self.pace = pace or Pace(engine.chunk_steps)
-        self._serving = None if programs is None else Serving(programs, self._plan, self.pace)
+        self._serving = programs and Serving(programs, self._plan, pace or Pace(engine.chunk_steps))
         self._batch: Batch | None = None
         self._pending: deque[list[Sequence]] = deque()
         self._num_requests = 0
@@ -60,14 +55,16 @@ class Session:
     @property
     def can_step(self) -> bool:
         """True if the next step does anything: something runs, or waits for something other than programs."""
-        serving = self._serving
-        if self._batch is not None or serving is None or self._has_new_programs:
+        serving, programs = self._serving, self.programs
+        if self._batch is not None or serving is None or (programs and programs.num_compiled != self._num_programs):
             return self.busy
         return any(self._kind(serving, each) not in self._held for each in self._pending)
 
     @property
-    def _has_new_programs(self) -> bool:
-        return self.programs is not None and self.programs.num_compiled != self._num_programs
+    def pace(self) -> Pace:
+        """The length of chunks where programs are compiled while the engine decodes."""
+        assert self._serving is not None, "for a session that compiles while it decodes"
+        return self._serving.pace
 
     @property
     def num_running(self) -> int:
@@ -94,9 +91,11 @@ class Session:
                 images do not fit together.
         """
         sequences = list(sequences)
+        vision = self.engine.config.vision
         for sequence in sequences:
-            check_images(self.engine.config.vision, sequence)
-        self._plan.check(self.engine.demand(self._plan, sequences))
+            if vision is not None or sequence.images is not None:
+                check_images(vision, sequence)
+        self._plan.check(self._plan.demand(sequences, self.engine.expected))
 
     def usual_programs(self, clients: Iterable[int], num_tokens: int) -> list[Program]:
         """Returns the programs that requests of usual sizes lack (see `programs.Serving.usual`)."""
@@ -113,7 +112,7 @@ class Session:
         """
         assert not self.busy, "shapes are chosen before the first turn"
         engine, demand = self.engine, Demand((1,) * number, max_prompt_tokens - 1, max_tokens)
-        self._plan = self._plan.with_conversations(demand, num_data_shards(engine.mesh))
+        self._plan = self._plan.with_conversations(demand, engine.num_shards)
         tokens = engine.prefixes.max_bytes // (engine.bytes_per_token * engine.mesh.shape["tp"])
         return [Place(tokens // number) for _ in range(number)]
 
@@ -140,23 +139,22 @@ class Session:
         """
         if self.engine.before_chunk is not None:
             self.engine.before_chunk()
-        yield from self._cancelled_before_start()
-        has_new = self._has_new_programs
+        has_new = self.programs is not None and self.programs.num_compiled != self._num_programs
         if self.programs is not None and has_new:
             self._num_programs = self.programs.num_compiled
             self._held.clear()
+        yield from self._free_cancelled()
         has_more = self._start()
         batch = self._batch
         if batch is None:
             return
-        yield from self._free_cancelled(batch)
         if has_more or has_new:
             batch.reserve()
         batch.fit_columns()
         batch.admit(self.engine.params)
         if batch.scheduler.running:
             yield from self._decode(batch)
-        if not batch.scheduler.busy:
+        if not (batch.scheduler.waiting or batch.scheduler.running):
             self._batch = None
 
     def close(self) -> None:
@@ -164,25 +162,24 @@ class Session:
         self._pending.clear()
         self._batch = None
 
-    def _free_cancelled(self, batch: Batch) -> Iterator[tuple[Sequence, int]]:
-        cancelled = batch.scheduler.cancelled()
-        for sequence in cancelled:
-            self._finish(sequence, len(sequence.tokens))
-        batch.free_finished()
-        for sequence in cancelled:
-            self._reported.pop(id(sequence), None)
-            if id(sequence) in self._finished:
-                self._finished.remove(id(sequence))
-            else:
-                yield sequence, 0
-
-    def _cancelled_before_start(self) -> Iterator[tuple[Sequence, int]]:
+    def _free_cancelled(self) -> Iterator[tuple[Sequence, int]]:
+        """Drops cancelled sequences and yields them, but those that were reported as finished."""
+        cancelled: list[Sequence] = []
         for sequences in self._pending:
-            cancelled = [sequence for sequence in sequences if sequence.finish_reason]
+            cancelled += [sequence for sequence in sequences if sequence.finish_reason]
             sequences[:] = [sequence for sequence in sequences if not sequence.finish_reason]
-            for sequence in cancelled:
-                yield sequence, 0
         self._pending = deque(sequences for sequences in self._pending if sequences)
+        if self._batch is not None:
+            started = self._batch.scheduler.cancelled()
+            for sequence in started:
+                self._finish(sequence, len(sequence.tokens))
+                self._reported.pop(id(sequence), None)
+            if started:
+                self._batch.free_finished()
+            cancelled += [sequence for sequence in started if id(sequence) not in self._finished]
+            self._finished -= {id(sequence) for sequence in started}
+        for sequence in cancelled:
+            yield sequence, 0
 
     def _start(self) -> bool:
         """Hands requests to the batch, in order, while it could hold them; returns whether it may need more slots."""
@@ -190,7 +187,7 @@ class Session:
         held: list[list[Sequence]] = []
         while self._pending and (self._batch is None or self._batch.allows(self._pending[0])):
             sequences = self._pending.popleft()
-            if not self._is_prepared(sequences):
+            if self._serving is not None and not self._is_prepared(self._serving, sequences):
                 held.append(sequences)
             elif self._batch is None:
                 self._batch = Batch(self.engine, self._plan, sequences, self.patience, self._serving)
@@ -201,17 +198,15 @@ class Session:
         self._pending.extendleft(reversed(held))
         return has_more
 
-    def _is_prepared(self, sequences: list[Sequence]) -> bool:
+    def _is_prepared(self, serving: Serving, sequences: list[Sequence]) -> bool:
         """Returns whether a request can start with compiled programs; if not, has them compiled."""
-        if self._serving is None:
-            return True
-        kind = self._kind(self._serving, sequences)
+        kind = self._kind(serving, sequences)
         if kind in self._held:
             return False
         if self._batch is not None:
             shape = self._batch.shape_with(sequences)
         else:
-            shape = self._serving.nearest(self._serving.first_shape(sequences), sequences)
+            shape = serving.nearest(serving.first_shape(sequences), sequences)
         if shape is None:
             self._held.add(kind)
         return shape is not None
@@ -222,10 +217,14 @@ class Session:
 
     def _decode(self, batch: Batch) -> Iterator[tuple[Sequence, int]]:
         grown = batch.decode(self.engine.params)
+        version = self.engine.version
         for sequence, num_before in grown:
-            sequence.versions += [self.engine.version_of(sequence.adapter)] * (len(sequence.tokens) - num_before)
-            self._finish(sequence, num_before)
-        batch.store_prefixes()
+            own = version if sequence.adapter is None else self.engine.version_of(sequence.adapter)
+            sequence.versions += [own] * (len(sequence.tokens) - num_before)
+            if sequence.finish_reason or sequence.params.stop:
+                self._finish(sequence, num_before)
+        if self.engine.prefixes.max_bytes:
+            batch.store_prefixes()
         batch.free_finished()
         batch.compact()
         in_slots = {id(sequence) for sequence in batch.scheduler.running}
@@ -244,7 +243,7 @@ class Session:
     def _finish(self, sequence: Sequence, num_before: int) -> None:
         """Looks for stop strings in the new tokens, and sets the text of a finished sequence."""
         stop, tokenizer = sequence.params.stop, self.engine.tokenizer
-        if tokenizer is None or not (stop or sequence.finish_reason):
+        if tokenizer is None:
             return
         text_of = partial(decode_after, tokenizer, context_tokens(tokenizer, sequence.prompt))
         if stop and sequence.finish_reason != "abort":

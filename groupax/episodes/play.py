@@ -13,7 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -51,18 +51,32 @@ Open = Callable[[int], Coroutine[Any, Any, tuple[Start, int]]]
 LATER_TURNS = 1 << 30  # first index of the prompts of later turns, above those of any rollout
 
 
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """Prompts whose completions are sampled together.
+
+    Attributes:
+        rows: Row of the dataset of each prompt.
+        token_ids: Token ids of each prompt, to which environments may add.
+        images: Images of each prompt; empty if all prompts are text.
+        first: Index of the first of these prompts in its rollout.
+    """
+
+    rows: Examples
+    token_ids: Sequence[np.ndarray]
+    images: Sequence[PromptImages | None] = ()
+    first: int = 0
+
+
 def play_episodes(
     sampler: Sampler,
     tokenizer: Any,
-    examples: Examples,
-    prompt_ids: Sequence[np.ndarray],
+    prompts: Prompts,
     params: SamplingParams,
     step: int,
     policy_version: int = 0,
-    first_prompt: int = 0,
     rules: Rules = SINGLE_TURNS,
     record: Record | None = None,
-    images: Sequence[PromptImages | None] = (),
 ) -> Generator[list[Rollout], None, None]:
     """Yields the group of each prompt as soon as its last episode has ended.
 
@@ -72,15 +86,12 @@ def play_episodes(
     Args:
         sampler: Sampler with the weights to sample from.
         tokenizer: Tokenizer that decodes the completions.
-        examples: Dataset rows by index.
-        prompt_ids: Token ids of the rows' prompts, to which environments may add.
+        prompts: The prompts.
         params: Sampling parameters; `n` is the size of a group, `max_tokens` counts all tokens after the prompt.
         step: Number that distinguishes rollouts with the same seed.
         policy_version: Version of the weights, which is recorded in each rollout.
-        first_prompt: Index of the first of these prompts in its rollout.
         rules: Tools and environments.
         record: Answers of tools and environments from before the run was resumed, to which new ones are added.
-        images: Images of each prompt; empty if all prompts are text.
 
     Raises:
         RunError: All environments of a group failed to start, or started differently for the episodes of a group; or
@@ -90,20 +101,22 @@ def play_episodes(
         assert not isinstance(params.stop_token_ids, int), "made a tuple of one when it was set"
         special = special_token_ids(tokenizer, params.stop)
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
-    rows = [examples[index] for index in range(len(prompt_ids))]
-    images = images or [None] * len(rows)
+    rows = [prompts.rows[index] for index in range(len(prompts.token_ids))]
+    images = prompts.images or [None] * len(rows)
     if rules.rollout_func is not None:
         request = RolloutRequest(sampler, tokenizer, rows, params, step, rules.template_kwargs)
-        yield from custom_rollouts(rules.rollout_func, request, first_prompt, policy_version)
+        yield from custom_rollouts(rules.rollout_func, request, prompts.first, policy_version)
     elif not rules.has_turns:
-        sequences = sampler.sequences(list(prompt_ids), params, step, first_prompt)
+        sequences = sampler.sequences(list(prompts.token_ids), params, step, prompts.first)
         for sequence in sequences:
-            number = sequence.prompt_index - first_prompt
-            sequence.adapter, sequence.images = rules.adapter_of(rows[number]), images[number]
+            number = sequence.prompt_index - prompts.first
+            sequence.images = images[number]
+            if rules.adapters:
+                sequence.adapter = rules.adapter_of(rows[number])
         for group in _completed(sampler, sequences, params.n):
             texts = decode(tokenizer, [sequence.tokens for sequence in group])
             pairs = zip(group, texts, strict=True)
-            row = rows[group[0].prompt_index - first_prompt]
+            row = rows[group[0].prompt_index - prompts.first]
             yield [_completion(sequence, row, text, policy_version, rules) for sequence, text in pairs]
     else:
         settings = rules.settings
@@ -112,7 +125,7 @@ def play_episodes(
             calls = Calls(runner, record or Record())
             player = Player(sampler, session, calls, tokenizer, rules, params, step)
             try:
-                yield from player.play_all(rows, prompt_ids, images, first_prompt, policy_version)
+                yield from player.play_all(rows, prompts.token_ids, images, prompts.first, policy_version)
             finally:
                 player.close()
 
@@ -155,7 +168,7 @@ def _completion(
         mask=np.full(len(tokens), bool(sequence.tokens)),
         adapter=sequence.adapter,
         images=sequence.images,
-        experts=stacked_experts(sequence.experts),
+        experts=stacked_experts(sequence.experts) if sequence.experts else None,
     )
 
 

@@ -31,7 +31,7 @@ from groupax.episodes.transcript import Templates
 from groupax.errors import RunError
 from groupax.parallel import processes
 from groupax.parallel.processes import listen
-from groupax.serve.exchange import Completion, Delta, Exchange, PieceStream, Writer
+from groupax.serve.exchange import Delta, Exchange, collect, streamed
 from groupax.serve.prompts import template_kwargs
 from groupax.serve.protocols import PROTOCOLS, EventStream, Protocol
 from groupax.serve.requests import ChatRequest, CompletionRequest, Incoming
@@ -146,13 +146,16 @@ class ProgramServer:
         prompt, asked = answer.turns[0].prompt.tolist(), incoming.request
         exchange = Exchange(asked, incoming.wire, name, [prompt], [], templates.token_texts, reader)
         turns = await run_in_threadpool(_turns, tokenizer, tuple(asked.stop), answer)
-        writer, completions = protocol.writer(exchange), [Completion() for _ in turns]
+        writer, num = protocol.writer(exchange), len(turns)
+
+        async def arriving() -> AsyncIterator[Delta]:
+            for turn in turns:
+                yield turn
+
         if asked.stream:
-            pieces = [PieceStream(exchange, turn.index, tokenizer) for turn in turns]
-            return EventStream(_events(writer, turns, pieces, completions), protocol, lambda: None, math.inf)
-        for completion, turn in zip(completions, turns, strict=True):
-            completion.add(turn)
-        return JSONResponse(await run_in_threadpool(writer.full, completions))
+            events = streamed(exchange, writer, num, arriving(), tokenizer)
+            return EventStream(events, protocol, lambda: None, math.inf)
+        return JSONResponse(await run_in_threadpool(writer.full, await collect(arriving(), num)))
 
 
 @dataclass(frozen=True)
@@ -195,20 +198,6 @@ def _turns(tokenizer: Any, stop: Sequence[str], answer: Answer) -> list[Delta]:
         )
         for index, turn in enumerate(answer.turns)
     ]
-
-
-async def _events(
-    writer: Writer, turns: Sequence[Delta], pieces: Sequence[PieceStream], completions: list[Completion]
-) -> AsyncIterator[dict[str, Any]]:
-    """Yields the events of a streamed response."""
-    for event in writer.first_events():
-        yield event
-    for turn, stream, completion in zip(turns, pieces, completions, strict=True):
-        for event in writer.events(turn, stream.add(turn), completion):
-            yield event
-        completion.add(turn)
-    for event in writer.last_events(completions):
-        yield event
 
 
 def _turn_request(incoming: Incoming, templates: Templates) -> TurnRequest:

@@ -2,21 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from groupax.data.prompts import PromptSet
 from groupax.engine.sequence import Sampler
-from groupax.episodes.play import play_episodes
-from groupax.episodes.rules import SINGLE_TURNS, Rules
+from groupax.episodes.play import Prompts, play_episodes
 from groupax.evaluation.items import ACCURACY_REWARDS, ONLY_SET, Item, estimates, make_items
 from groupax.events import Emit, counted, ignore
 from groupax.metrics.completions import completion_metrics, episode_metrics, logged_metrics, with_logged
 from groupax.metrics.estimates import Estimate
 from groupax.rewards.contract import Reward
-from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
+from groupax.rollouts.collector import Episodes, Scoring
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams
 from groupax.terminal.tables import table_html
@@ -107,41 +103,33 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Sampler,
-    tokenizer: Any,
-    runner: RewardRunner,
-    weights: np.ndarray,
+    sampler: Sampler,
+    episodes: Episodes,
+    scoring: Scoring,
     prompts: PromptSet,
     params: SamplingParams,
-    correctness_reward: str | None = None,
     emit: Emit = ignore,
     phase: str = "evaluating",
-    rules: Rules = SINGLE_TURNS,
 ) -> SetEvaluation:
     """Samples `params.n` completions of every prompt and scores them.
 
     Args:
-        engine: Engine with the weights to evaluate.
-        tokenizer: Tokenizer for the completions' text.
-        runner: Runner of the K rewards.
-        weights: [K] weights of the sum.
+        sampler: Sampler with the weights to evaluate.
+        episodes: How prompts become completions.
+        scoring: How completions get rewards. Without a correctness reward there are no pass@k and maj@k.
         prompts: Evaluation set.
         params: Sampling parameters.
-        correctness_reward: Reward whose 1 means that a completion is correct; None leaves out pass@k and maj@k.
         emit: Receives the phases of sampling and scoring.
         phase: Name of the sampling phase.
-        rules: Tools and environments of episodes.
 
     Raises:
         RewardError: A call failed, and the runner's settings are to raise.
     """
-    images = prompts.images_of(range(len(prompts)))
-    groups = play_episodes(
-        engine, tokenizer, prompts.examples, prompts.token_ids, params, step=0, rules=rules, images=images
-    )
-    scored = score_groups(counted(groups, emit, phase, len(prompts), f"{phase}, scoring"), runner)
-    names = [reward.name for reward in runner.rewards]
-    items = make_items(scored.groups, names, weights, correctness_reward)
+    rules, names, correctness_reward = episodes.rules, scoring.runner.names, scoring.correctness_reward
+    asked = Prompts(prompts.examples, prompts.token_ids, prompts.images_of(range(len(prompts))))
+    groups = play_episodes(sampler, episodes.tokenizer, asked, params, step=0, rules=rules)
+    scored = score_groups(counted(groups, emit, phase, len(prompts), f"{phase}, scoring"), scoring.runner)
+    items = make_items(scored.groups, names, scoring.weights, correctness_reward)
     found = estimates(items)
     of_episodes = episode_metrics([row for group in scored.groups for row in group]) if rules.has_turns else {}
     metrics = (

@@ -83,28 +83,12 @@ Ending = Literal["done", "stopped", "mistake", "failed", "preempted"]
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
-class Retries:
-    """A budget of restarts."""
-
-    failures: int = 3  # maximum number of restarts after failures
-    preemptions: int = 1000  # maximum number of restarts after preemptions
-    first_wait_s: float = 1.0  # pause before the first restart; it doubles with each restart
-    max_wait_s: float = 60.0  # longest pause
-
-    def __post_init__(self) -> None:
-        for name in ("failures", "preemptions", "first_wait_s", "max_wait_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} of restarts must be 0 or more, got {getattr(self, name)}")
-
-    def wait_s(self, num_restarts: int) -> float:
-        """Returns the pause after `num_restarts` restarts."""
-        return min(self.first_wait_s * 2.0 ** min(num_restarts, 60), self.max_wait_s)
+MAX_WAIT_S = 60.0  # longest pause before a restart
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetryOptions:
-    """Command-line options of launchers that restart a program."""
+class Retries:
+    """A budget of restarts, and command-line options of the launchers that have one."""
 
     restarts: int = 3
     """Maximum number of restarts after a process or host failed."""
@@ -115,10 +99,14 @@ class RetryOptions:
     grace_s: float = 60.0
     """Seconds that the other processes have to stop after one has failed, before they are killed."""
 
-    @property
-    def retries(self) -> Retries:
-        """The budget of restarts."""
-        return Retries(self.restarts, self.preemptions, self.backoff_s)
+    def __post_init__(self) -> None:
+        for name in ("restarts", "preemptions", "backoff_s", "grace_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+
+    def wait_s(self, num_restarts: int) -> float:
+        """Returns the pause after `num_restarts` restarts."""
+        return min(self.backoff_s * 2.0 ** min(num_restarts, 60), MAX_WAIT_S)
 
 
 @dataclass(frozen=True)
@@ -145,7 +133,7 @@ def run_with_retries(
         pause: Waits for a number of seconds; returns False if a stop was requested meanwhile.
     """
     used = {"failed": 0, "preempted": 0}
-    budget = {"failed": retries.failures, "preempted": retries.preemptions}
+    budget = {"failed": retries.restarts, "preempted": retries.preemptions}
     while True:
         outcome = attempt()
         kind = outcome.ending

@@ -25,7 +25,6 @@ from groupax.launch.local import Stop, attempt
 from groupax.launch.program import (
     Outcome,
     Retries,
-    RetryOptions,
     free_port,
     process_environment,
     program_of,
@@ -121,7 +120,6 @@ def execute(
     config: AcceleratorConfig,
     *,
     retries: Retries = Retries(),  # noqa: B008 - frozen
-    grace_s: float = 60.0,
     log: Callable[[str], None] | None = None,
 ) -> Callable[[Any], Callable[..., list[Any]]]:
     """Returns a decorator that runs a function on all hosts at once when the driver calls it.
@@ -132,8 +130,8 @@ def execute(
 
     Args:
         config: The hosts.
-        retries: Numbers of restarts after failures, and after preemptions or losses of nodes.
-        grace_s: Time that the other hosts have to stop (SIGTERM) after one has failed, before they are killed.
+        retries: Numbers of restarts after failures, and after preemptions or losses of nodes, and the time that the
+            other hosts have to stop (SIGTERM) after one has failed.
         log: Receives a line for each restart; None prints it.
 
     Raises:
@@ -150,7 +148,7 @@ def execute(
         def on_all_hosts(*args: Any, **kwargs: Any) -> list[Any]:
             connect()
             outcome: Outcome[list[Any]] = run_with_retries(
-                lambda: _attempt(config, functools.partial(plain, *args, **kwargs), grace_s),
+                lambda: _attempt(config, functools.partial(plain, *args, **kwargs), retries.grace_s),
                 retries,
                 log or _print,
                 lambda seconds: time.sleep(seconds) is None,
@@ -435,7 +433,7 @@ def _in_order(labels: Mapping[int, Mapping[str, str]]) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ray(RetryOptions):
+class Ray(Retries):
     """Run a program on the hosts of a Ray cluster: groupax launch ray --tpu v4-64 -- train ..."""
 
     tpu: str | None = None
@@ -472,13 +470,12 @@ def launch_on_ray(command: Ray, argv: Sequence[str], log: Callable[[str], None])
     """Runs `groupax launch ray` and returns its exit status."""
     config = config_of(command)
     program_of(argv)
-    retries = command.retries
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # show a line that several hosts print for each of them
     connect(command.address, command.working_dir)
     import ray
 
     try:
-        execute(config, retries=retries, grace_s=command.grace_s, log=log)(run_program)(list(argv), command.grace_s)
+        execute(config, retries=command, log=log)(run_program)(list(argv), command.grace_s)
     finally:
         time.sleep(LAST_LINES_S)
         ray.shutdown()

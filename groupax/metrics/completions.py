@@ -12,7 +12,7 @@ from groupax.objective.advantages import Advantages
 from groupax.rewards.scoring import Scored
 from groupax.settings.objective import MultiObjectiveAggregation, ScaleRewards
 from groupax.settings.run import MetricDefinitions
-from groupax.types import EpisodeEnd, Metrics, Rollout, Turn
+from groupax.types import TRUNCATIONS, EpisodeEnd, Metrics, Rollout, Turn
 
 
 def completion_metrics(rollouts: Sequence[Rollout]) -> Metrics:
@@ -23,7 +23,7 @@ def completion_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     if not rollouts:
         return dict.fromkeys(_COMPLETION_METRICS, float("nan"))
     lengths = np.array([row.num_sampled_tokens for row in rollouts])
-    stopped = np.array([not row.is_truncated for row in rollouts])
+    stopped = np.array([row.finish_reason not in TRUNCATIONS for row in rollouts])
     metrics = {f"completions/{kind}_length": float(f(lengths)) for kind, f in _SUMMARIES.items()}
     terminated = lengths[stopped] if stopped.any() else np.zeros(1)
     metrics |= {f"completions/{kind}_terminated_length": float(f(terminated)) for kind, f in _SUMMARIES.items()}
@@ -98,17 +98,6 @@ def solved_metrics(rewards: np.ndarray) -> Metrics:
     }
 
 
-def scoring_metrics(rounds: Sequence[Scored]) -> Metrics:
-    """Returns seconds and failures over the rounds of a rollout."""
-    metrics: Metrics = {
-        "time/rollout_s": sum(scored.rollout_s for scored in rounds),
-        "time/reward_s": sum(scored.reward_s for scored in rounds),
-    }
-    for name in rounds[0].failures:
-        metrics[f"rewards/{name}/failures"] = float(sum(scored.failures[name] for scored in rounds))
-    return metrics
-
-
 def logged_metrics(rounds: Sequence[Scored]) -> Metrics:
     """Returns the numbers that reward functions logged over the rounds of a rollout, as means over all calls."""
     calls: dict[str, list[float]] = {}
@@ -152,6 +141,8 @@ def window_mean(window: Sequence[Mapping[str, float]], definitions: MetricDefini
     TRL also averages extremes. A step without a value (NaN), such as the mean of a reward that applied to none of its
     prompts, is left out.
     """
+    if len(window) == 1:
+        return {name: float(value) for name, value in window[0].items()}
     merged: Metrics = {}
     for name in dict.fromkeys(name for metrics in window for name in metrics):
         values = [metrics[name] for metrics in window if name in metrics]

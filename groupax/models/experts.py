@@ -316,13 +316,11 @@ def _combine(num_tokens: int, rows: Float[Array, "R D"], order: Int[Array, "R"],
     return jnp.sum(found.reshape(num_tokens, -1, rows.shape[1]), axis=1)
 
 
-def _dispatch_forward(x: Array, order: Array, inverse: Array) -> tuple[Array, tuple[int, Array, Array]]:
-    return _dispatch(x, order, inverse), (len(x), order, inverse)
-
-
-def _combine_forward(num_tokens: int, rows: Array, order: Array, inverse: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _combine(num_tokens, rows, order, inverse), (order, inverse)
-
-
-_dispatch.defvjp(_dispatch_forward, lambda saved, gradient: (_combine(saved[0], gradient, *saved[1:]), None, None))
-_combine.defvjp(_combine_forward, lambda _, saved, gradient: (_dispatch(gradient, *saved), None, None))
+_dispatch.defvjp(
+    lambda x, *places: (_dispatch(x, *places), (len(x), *places)),
+    lambda saved, gradient: (_combine(saved[0], gradient, *saved[1:]), None, None),
+)
+_combine.defvjp(
+    lambda num_tokens, rows, *places: (_combine(num_tokens, rows, *places), places),
+    lambda _, places, gradient: (_dispatch(gradient, *places), None, None),
+)

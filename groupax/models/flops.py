@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def forward_flops(config: ModelConfig, sequences: Iterable[tuple[int, list[int]]
         sequences: Length of each prompt and lengths of its completions.
     """
     num_tokens = num_completion_tokens = 0
-    num_columns = dict.fromkeys(config.windows, 0)  # visible columns, summed over tokens
+    weights, memory, per_column = _token_costs(config)
+    num_columns = dict.fromkeys(per_column, 0)  # visible columns, summed over tokens
     for prompt, completions in sequences:
         num_completion_tokens += sum(completions)
         num_tokens += prompt + sum(completions)
@@ -37,12 +39,22 @@ def forward_flops(config: ModelConfig, sequences: Iterable[tuple[int, list[int]]
             before = _visible_columns(prompt, window)
             num_columns[window] += before
             num_columns[window] += sum(_visible_columns(prompt + length, window) - before for length in completions)
-    weights = sum(_active_weights(config, layer) for layer in model_specs(config)["layers"])
-    per_column = 4 * config.num_heads * config.update_heads[1]
-    attention = per_column * sum(num_columns[config.windows[layer]] for layer in config.attention_layers)
-    memory = 6.0 * _memory_size(config) * (config.num_layers - len(config.attention_layers)) * num_tokens
+    attention = sum(cost * num_columns[window] for window, cost in per_column.items())
     head = 2.0 * config.vocab_size * config.hidden_size * num_completion_tokens
-    return 2.0 * weights * num_tokens + attention + memory + head
+    return 2.0 * weights * num_tokens + attention + 6.0 * memory * num_tokens + head
+
+
+@lru_cache(maxsize=16)
+def _token_costs(config: ModelConfig) -> tuple[float, int, dict[Window, int]]:
+    """Counts the matrix entries and the numbers of memories for each token, and operations by window for each column.
+
+    They are those of all layers together.
+    """
+    per_column = dict.fromkeys(config.windows, 0)
+    for layer in config.attention_layers:
+        per_column[config.windows[layer]] += 4 * config.num_heads * config.update_heads[1]
+    weights = sum(_active_weights(config, layer) for layer in model_specs(config)["layers"])
+    return weights, _memory_size(config) * (config.num_layers - len(config.attention_layers)), per_column
 
 
 def _memory_size(config: ModelConfig) -> int:

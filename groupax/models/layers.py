@@ -174,10 +174,6 @@ def _nf4_linear(x: Float[Array, "*M I"], weight: Nf4) -> Float[Array, "*M O"]:
     return dense_linear(x, dequantize_nf4(weight, x.dtype))
 
 
-def _quantized_forward(x: Array, weight: Any) -> tuple[Array, Any]:
-    return _quantized_linear(x, weight), weight
-
-
 def _quantized_backward(weight: Any, gradient: Array) -> tuple[Array, None]:
     weight = _depend_on(gradient, weight)
     if isinstance(weight, Nf4):
@@ -202,7 +198,7 @@ def _depend_on(x: Array, weight: Any) -> Any:
     return replace(weight, qvalue=lax.bitcast_convert_type(bits, weight.qvalue.dtype))
 
 
-_quantized_linear.defvjp(_quantized_forward, _quantized_backward)
+_quantized_linear.defvjp(lambda x, weight: (_quantized_linear(x, weight), weight), _quantized_backward)
 
 
 def vocabulary_logits(hidden: Float[Array, "*M D"], head: Weight, softcap: float | None = None) -> Float[Array, "*M V"]:
@@ -286,14 +282,10 @@ def lookup(table: Float[Array, "V ..."], index: Int[Array, "M"]) -> Float[Array,
     return table[index]
 
 
-def _forward(table: Array, index: Array) -> tuple[Array, tuple[Array, Array]]:
-    return table[index], (index, jnp.zeros((*table.shape[:1], 0), table.dtype))
-
-
 def _backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
     index, like = saved
     total = jnp.zeros((like.shape[0], *gradient.shape[1:]), jnp.float32).at[index].add(gradient.astype(jnp.float32))
     return total.astype(like.dtype), None
 
 
-lookup.defvjp(_forward, _backward)
+lookup.defvjp(lambda table, index: (table[index], (index, jnp.zeros((*table.shape[:1], 0), table.dtype))), _backward)

@@ -405,10 +405,6 @@ def gather_with_inverse(x: Array, index: Array, inverse: Array) -> Array:
     return x.at[jnp.where(index < 0, x.shape[0], index)].get(mode="fill", fill_value=0)
 
 
-def _gather_forward(x: Array, index: Array, inverse: Array) -> tuple[Array, tuple[Array, Array]]:
-    return gather_with_inverse(x, index, inverse), (index, inverse)
-
-
 def _gather_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
     index, inverse = saved
     # without the barrier, XLA would recompute the sum of several tiles' gradients for each gathered item
@@ -416,4 +412,6 @@ def _gather_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array
     return gather_with_inverse(flat, inverse, index.reshape(-1)), None, None
 
 
-gather_with_inverse.defvjp(_gather_forward, _gather_backward)
+gather_with_inverse.defvjp(
+    lambda x, index, inverse: (gather_with_inverse(x, index, inverse), (index, inverse)), _gather_backward
+)

@@ -32,12 +32,12 @@ from groupax.storage.model_json import (
     FLAG,
     MAX_SIZE,
     TEXT,
-    TEXTS,
     Kind,
     above,
     integer,
     is_integer,
     is_number,
+    list_of,
     validate,
 )
 from groupax.terminal.printable import short_repr
@@ -323,12 +323,12 @@ def count_params(config: ModelConfig, lora: LoRAConfig | None) -> tuple[int, int
         return total, total
     specs = jax.tree.leaves(adapter_specs(config, lora))
     trained = sum(math.prod(spec.shape) for spec in specs)
-    in_place = sum(math.prod(spec.shape) for spec in specs if spec.name.endswith(".bias") and not _is_copy(spec, lora))
+    in_place = sum(
+        math.prod(spec.shape)
+        for spec in specs
+        if spec.name.endswith(".bias") and not module_name(spec).endswith(tuple(lora.modules_to_save))
+    )
     return trained, total + trained - in_place
-
-
-def _is_copy(spec: Spec, lora: LoRAConfig) -> bool:
-    return any(module_name(spec).endswith(name) for name in lora.modules_to_save)
 
 
 def trainable_params_line(trained: int, total: int) -> str:
@@ -348,10 +348,12 @@ ADAPTER_SETTINGS: Mapping[str, Kind] = {
     "lora_dropout": Kind(
         "a number of at least 0 and below 1", lambda value: is_number(value) and 0 <= value < 1
     ).or_null(),
-    "modules_to_save": TEXTS,
+    "modules_to_save": list_of(TEXT).or_null(),
     "peft_type": TEXT,
     "r": integer().or_null(),
-    "target_modules": Kind("a string or a list of strings", lambda value: TEXT.accepts(value) or TEXTS.accepts(value)),
+    "target_modules": Kind(
+        "a string or a list of strings", lambda value: TEXT.accepts(value) or list_of(TEXT).or_null().accepts(value)
+    ),
     "use_rslora": FLAG.or_null(),
 }
 

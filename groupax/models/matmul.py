@@ -71,10 +71,6 @@ def _row_major(x: Array) -> Array:
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
-def _matmul_forward(x: Array, y: Array, transpose_y: bool) -> tuple[Array, tuple[Array, Array]]:
-    return _multiply(x, y, transpose_y), (x, y)
-
-
 def _matmul_backward(transpose_y: bool, factors: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
     x, y = factors
     d_x = _multiply(cotangent.astype(x.dtype), y, not transpose_y)
@@ -85,4 +81,4 @@ def _matmul_backward(transpose_y: bool, factors: tuple[Array, Array], cotangent:
     return d_x.astype(x.dtype), d_y.astype(y.dtype)
 
 
-_low_precision_matmul.defvjp(_matmul_forward, _matmul_backward)
+_low_precision_matmul.defvjp(lambda x, y, transpose_y: (_multiply(x, y, transpose_y), (x, y)), _matmul_backward)

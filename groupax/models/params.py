@@ -111,8 +111,8 @@ def _specs(layout: Layout, spec: Any, weight: Any) -> Any:
     if isinstance(weight, list):
         return [_specs(layout, own, each) for own, each in zip(spec, weight, strict=True)]
     if isinstance(weight, LowRank):
-        a, b = _low_rank_dims(spec)
-        return LowRank(layout.spec(a), layout.spec(b))
+        out_dim, in_dim = spec.axes
+        return LowRank(layout.spec((None, in_dim)), layout.spec((out_dim, None)))
     leaves, structure = jax.tree.flatten(weight)
     if isinstance(weight, AdaptedWeight):
         own = [
@@ -122,12 +122,6 @@ def _specs(layout: Layout, spec: Any, weight: Any) -> Any:
         return jax.tree.unflatten(structure, [*own, *[PartitionSpec()] * (len(leaves) - len(own))])
     own = layout.spec(spec.axes) if jax.tree_util.treedef_is_leaf(structure) else PartitionSpec()
     return jax.tree.unflatten(structure, [own] * len(leaves))
-
-
-def _low_rank_dims(spec: Spec) -> tuple[Dims, Dims]:
-    """Returns the dims of a and b, whose product is the change of a matrix."""
-    out_dim, in_dim = spec.axes
-    return (None, in_dim), (out_dim, None)
 
 
 def gather_weights(

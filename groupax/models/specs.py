@@ -153,17 +153,16 @@ _BLOCK_NORMS: dict[BlockKind, dict[str, str]] = {
 }
 
 
-def _norm_init(config: ModelConfig) -> Literal["ones", "zeros"]:
-    return "zeros" if config.norm == "zero_centered_rms" else "ones"
-
-
 def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
     """Returns the `Spec`s of one layer."""
     prefix, D = f"{config.prefix}layers.{index}", config.hidden_size
     norms = _BLOCK_NORMS[config.block]
     specs = {ours: _norm_spec(config, (D,), f"{prefix}.{theirs}") for ours, theirs in norms.items()}
     if config.is_recurrent(index):
-        specs |= _recurrent_specs(config.recurrent, D, prefix)
+        net = config.recurrent
+        assert net is not None, "the layer is recurrent"
+        is_delta = isinstance(net, GatedDeltaNet)
+        specs |= _delta_specs(net, D, prefix) if is_delta else _convolution_specs(net, D, prefix)
     else:
         specs |= _latent_specs(config, prefix) if config.latent else _attention_specs(config, prefix)
     if config.has_experts(index):
@@ -185,7 +184,8 @@ def _renamed(specs: dict[str, Spec], prefix: str, names: dict[str, str]) -> dict
 
 
 def _norm_spec(config: ModelConfig, shape: tuple[int, ...], name: str) -> Spec:
-    return Spec(shape, (None,) * len(shape), f"{name}.weight", init=_norm_init(config))
+    init = "zeros" if config.norm == "zero_centered_rms" else "ones"
+    return Spec(shape, (None,) * len(shape), f"{name}.weight", init=init)
 
 
 def _attention_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
@@ -246,13 +246,6 @@ def _latent_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
     if config.o_bias:
         specs["o_bias"] = Spec((D,), (None,), f"{name}.o_proj.bias", init="zeros")
     return specs
-
-
-def _recurrent_specs(recurrent: ShortConvolution | GatedDeltaNet | None, D: int, prefix: str) -> dict[str, Spec]:
-    assert recurrent is not None, "the layer is recurrent"
-    if isinstance(recurrent, GatedDeltaNet):
-        return _delta_specs(recurrent, D, prefix)
-    return _convolution_specs(recurrent, D, prefix)
 
 
 def _convolution_specs(convolution: ShortConvolution, D: int, prefix: str) -> dict[str, Spec]:

@@ -78,11 +78,19 @@ def group_advantages(
     signal = _standardized_sum(rewards, weights, applies, G) if is_gdpo else centred
     in_groups = scorable.reshape(signal.shape)
     group_std = _group_std(centred, in_groups)
-    zero_std = _group_std(signal, in_groups) <= _rounding(weighted, G)
+    magnitude = np.abs(weighted).sum(axis=1).reshape(-1, G).max(axis=1)
+    # the spread per group that sums of equal numbers may have by rounding
+    zero_std = _group_std(signal, in_groups) <= 1e-9 * np.maximum(magnitude, 1e-9)
     if estimator is not None:
         values = np.where(scorable, _estimated(estimator, rewards, weights, G), 0.0)
     else:
-        scaled = _scaled(signal, in_groups, group_std, totals[scorable], scale, aggregation)
+        scaled = signal
+        if is_gdpo:
+            known = signal[in_groups]
+            scaled = (signal - (known.mean() if known.size else 0.0)) / (_std(known) + STD_FLOOR)
+        elif scale != "none":
+            std = group_std[:, None] if scale == "group" else _std(totals[scorable])
+            scaled = signal / (std + STD_FLOOR)
         values = np.where(zero_std[:, None] | ~in_groups, 0.0, scaled).reshape(B)
     return Advantages(values, np.where(scorable, totals, np.nan), zero_std, group_std)
 
@@ -152,31 +160,9 @@ def _estimated(
     return values
 
 
-def _rounding(weighted: np.ndarray, group_size: int) -> np.ndarray:
-    """Returns the spread per group that sums of equal numbers may have by rounding."""
-    magnitude = np.abs(weighted).sum(axis=1).reshape(-1, group_size).max(axis=1)
-    return 1e-9 * np.maximum(magnitude, 1e-9)
-
-
 def _standardized_sum(rewards: np.ndarray, weights: np.ndarray, applies: np.ndarray, group_size: int) -> np.ndarray:
     standardized = _standardized(np.where(applies, rewards, 0.0), applies, group_size) * weights[None, :]
     return standardized.sum(axis=1).reshape(-1, group_size)
-
-
-def _scaled(
-    signal: np.ndarray,
-    known: np.ndarray,
-    group_std: np.ndarray,
-    totals: np.ndarray,
-    scale: ScaleRewards,
-    aggregation: MultiObjectiveAggregation,
-) -> np.ndarray:
-    if aggregation == "normalize_then_sum":
-        values = signal[known]
-        return (signal - (values.mean() if values.size else 0.0)) / (_std(values) + STD_FLOOR)
-    if scale == "group":
-        return signal / (group_std[:, None] + STD_FLOOR)
-    return signal / (_std(totals) + STD_FLOOR) if scale == "batch" else signal
 
 
 def _centred(values: np.ndarray, applies: np.ndarray, group_size: int) -> np.ndarray:

@@ -174,7 +174,11 @@ def to_host(tree: Any) -> Any:
     if num_processes() == 1:
         return jax.device_get(tree)
     leaves, structure = jax.tree.flatten(tree)
-    sharded = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_local(leaf)]
+    sharded = [
+        index
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+    ]
     if sharded:
         gathered = _gather(leaves[sharded[0]].sharding.mesh)(*on_devices([leaves[index] for index in sharded]))
         for index, array in zip(sharded, gathered, strict=True):
@@ -190,10 +194,6 @@ def to_host_on_primary(tree: Any) -> Any:
         return np.array(array) if is_primary() else None
 
     return jax.tree.map(copy, tree)
-
-
-def _is_local(array: jax.Array) -> bool:
-    return array.is_fully_addressable or array.is_fully_replicated
 
 
 def _to_device(x: Any, sharding: Sharding) -> jax.Array:
@@ -216,17 +216,14 @@ SUB_BYTE = ("bool", "int2", "uint2", "int4", "uint4")
 def weights_digest(params: Any) -> str:
     """Returns a digest of all weights and their names, independent of their sharding. All processes must call this."""
     named = jax.tree_util.tree_leaves_with_path(params)
-    words = to_host([_words(_once(jnp.asarray(leaf))) for _, leaf in named])
+    arrays = [jnp.asarray(leaf) for _, leaf in named]
+    # if every device has all of an array, one alone reads it
+    words = to_host([_words(x.addressable_data(0) if x.is_fully_replicated else x) for x in arrays])
     digest = hashlib.sha256()
     for (path, leaf), pair in zip(named, words, strict=True):
         line = f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)} {[int(word) for word in pair]}".encode()
         digest.update(len(line).to_bytes(8, "little") + line)
     return digest.hexdigest()
-
-
-def _once(x: jax.Array) -> jax.Array:
-    """Returns an array on one device if every device has all of it, so that one alone reads it."""
-    return x.addressable_data(0) if x.is_fully_replicated else x
 
 
 @jax.jit

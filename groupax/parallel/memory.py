@@ -157,12 +157,9 @@ def keep_freed_memory() -> None:
     """
     chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if chosen or mallopt is None or _may_have_accelerators():
+    has_accelerators = bool(entry_points(group="jax_plugins")) or find_spec("libtpu") is not None
+    if chosen or mallopt is None or has_accelerators:
         return
     mallopt(M_ARENA_MAX, 1)  # other arenas map large blocks and unmap them when they are freed
     mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
     mallopt(M_TRIM_THRESHOLD, NEVER)
-
-
-def _may_have_accelerators() -> bool:
-    return bool(entry_points(group="jax_plugins")) or find_spec("libtpu") is not None

@@ -18,7 +18,6 @@ import ipaddress
 import logging
 import os
 import pickle
-import queue
 import secrets
 import socket
 import struct
@@ -82,15 +81,13 @@ def own_address(host: str) -> str | None:
     return None
 
 
-PING_S = 5.0
-MAX_UNANSWERED = 8  # pings without any message from a process, which then counts as lost
+LOST_S = 40  # after which a machine that answers nothing counts as lost
 GRACE_S = 10.0  # for a process to end on its own after another one has ended
 EXPLANATION_S = 3.0  # from an error until the process that caused it reports why
 
 LEAVING = 0  # the round in which processes leave; rounds of objects are numbered from 1
 
 _ENDED = "ended without a message: it was killed, or its machine is lost"
-_SILENT = f"has sent nothing for {PING_S * MAX_UNANSWERED:.0f} s"
 
 
 class Peers:
@@ -150,21 +147,11 @@ class Peers:
             self._changed.wait_for(lambda: LEAVING in self._complete or self._notice is not None)
 
     def _listen(self) -> None:
-        num_unanswered = 0
-        while LEAVING not in self._complete:
-            try:
-                if self._hub.poll(PING_S):
-                    num_unanswered = 0
-                    self._take(*self._hub.recv())
-                    continue
-            except (EOFError, OSError):
-                self._take("failed", f"process 0 of {self.num_processes} {_ENDED}")
-                return
-            num_unanswered += 1  # pings are counted, since this process may have been paused meanwhile
-            if num_unanswered > MAX_UNANSWERED:
-                self._take("failed", f"process 0 of {self.num_processes} {_SILENT}")
-                return
-            self._send("ping")
+        try:
+            while LEAVING not in self._complete:
+                self._take(*self._hub.recv())
+        except (EOFError, OSError):
+            self._take("failed", f"process 0 of {self.num_processes} {_ENDED}")
 
     def _take(self, kind: str, *content: Any) -> None:
         with self._changed:
@@ -207,27 +194,23 @@ class _Hub:
     def __init__(self, connections: dict[int, Connection]) -> None:
         self.connections = connections
         self.num_processes = len(connections)
-        self.num_unanswered = dict.fromkeys(connections, 0)
         self.given: dict[int, dict[int, bytes]] = {}  # objects by round and process
         self.has_ended = False
 
     def run(self) -> None:
-        pinged_s = time.monotonic()
         while self.connections and not self.has_ended:
-            ready = wait(list(self.connections.values()), PING_S)
+            ready = wait(list(self.connections.values()))
             for index, connection in list(self.connections.items()):
                 if connection in ready:
                     self._receive(index, connection)
-            if time.monotonic() - pinged_s >= PING_S:
-                pinged_s = time.monotonic()
-                self._ping()
 
     def _receive(self, index: int, connection: Connection) -> None:
-        self.num_unanswered[index] = 0
         try:
             kind, *content = connection.recv()
         except (EOFError, OSError):
-            self._lose(index, _ENDED)
+            del self.connections[index]
+            if not self.has_ended:
+                self._send_all("failed", f"process {index} of {self.num_processes} {_ENDED}")
             return
         if kind == "failed":
             self._send_all(kind, *content)
@@ -239,25 +222,10 @@ class _Hub:
                 self.has_ended = number == LEAVING
                 self._send_all("all", number, [data for _, data in sorted(self.given.pop(number).items())])
 
-    def _ping(self) -> None:
-        for index in list(self.connections):
-            self._send(index, ("ping",))
-            self.num_unanswered[index] += 1
-            if self.num_unanswered[index] > MAX_UNANSWERED:
-                self._lose(index, _SILENT)
-
-    def _lose(self, index: int, how: str) -> None:
-        del self.connections[index]
-        if not self.has_ended:
-            self._send_all("failed", f"process {index} of {self.num_processes} {how}")
-
     def _send_all(self, *message: Any) -> None:
-        for index in sorted(self.connections, reverse=True):
-            self._send(index, message)
-
-    def _send(self, index: int, message: tuple[Any, ...]) -> None:
-        with contextlib.suppress(OSError):  # `_receive` notices that the process is gone
-            self.connections[index].send(message)
+        for _, connection in sorted(self.connections.items(), reverse=True):
+            with contextlib.suppress(OSError):  # `_receive` notices that the process is gone
+                connection.send(message)
 
 
 def end_now() -> None:
@@ -271,9 +239,8 @@ def end_now() -> None:
 
 CONNECT_S = 60.0  # until process 0 is reached
 GATHER_S = 120.0  # until all others have reached process 0
-GREETING_S = 10.0  # for a connection to prove that it knows the secret
+GREETING_S = 5.0  # for a connection to prove that it knows the secret
 LOOK_S = 0.1
-MAX_GREETINGS = 64  # connections of strangers that may be tried at the same time
 
 Address = tuple[list[str], int, bytes]  # hosts to try, port, secret
 _REFUSED = (OSError, EOFError, AuthenticationError)
@@ -295,24 +262,13 @@ def listen_for_peers(host: str | None) -> tuple[socket.socket, Address]:
 def accept_peers(listener: socket.socket, secret: bytes, num_processes: int) -> Peers:
     """Returns the peers of process 0 once all other processes have connected. Closes the listener.
 
-    Each connection is greeted in its own thread, so that a silent one delays no other.
+    A stranger that connects and says nothing delays the others by `GREETING_S`.
 
     Raises:
         RunError: A process did not connect in time.
     """
     connections: dict[int, Connection] = {}
-    arrived: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
-    greetings = threading.BoundedSemaphore(num_processes + MAX_GREETINGS)
     deadline_s = time.monotonic() + GATHER_S
-
-    def greet(accepted: socket.socket) -> None:
-        with contextlib.suppress(*_REFUSED):
-            connection = _authenticated(accepted, secret, is_server=True)
-            index = connection.recv()
-            _limit_waits(connection, 0.0)
-            arrived.put((index, connection))
-        greetings.release()
-
     with listener:
         listener.settimeout(LOOK_S)
         while missing := set(range(1, num_processes)) - connections.keys():
@@ -322,18 +278,10 @@ def accept_peers(listener: socket.socket, secret: bytes, num_processes: int) -> 
                     f"on port {listener.getsockname()[1]} within {GATHER_S:.0f} s; see their logs, and open the ports "
                     "between the hosts"
                 )
-            with contextlib.suppress(queue.Empty):
-                index, connection = arrived.get_nowait()
-                connections[index] = connection
-                continue
-            try:
-                accepted, _ = listener.accept()
-            except (TimeoutError, ConnectionError):
-                continue
-            if greetings.acquire(blocking=False):
-                threading.Thread(target=greet, args=(accepted,), name="greeting", daemon=True).start()
-            else:
-                accepted.close()
+            with contextlib.suppress(*_REFUSED):  # also if nobody has connected
+                connection = _authenticated(listener.accept()[0], secret, is_server=True)
+                connections[connection.recv()] = connection
+                _keep_alive(connection)
     return peers_of_primary(connections)
 
 
@@ -355,7 +303,7 @@ def connect_to_primary(process_index: int, num_processes: int, address: Address)
                 faults[host] = str(error)
                 continue
             connection.send(process_index)
-            _limit_waits(connection, 0.0)
+            _keep_alive(connection)
             return Peers(process_index, num_processes, connection)
         time.sleep(0.5)
     reasons = "; ".join(f"{host}: {fault}" for host, fault in faults.items())
@@ -383,6 +331,17 @@ def _limit_waits(connection: Connection, seconds: float) -> None:
     with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             duplicate.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
+
+
+def _keep_alive(connection: Connection) -> None:
+    """Lifts the limits of a greeting, and makes the kernel end the connection when the other machine is lost."""
+    _limit_waits(connection, 0.0)
+    options = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 1000 * LOST_S}
+    with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
+        duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in options.items():
+            if hasattr(socket, name):  # as on Linux
+                duplicate.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 ADDRESS_BYTES = 1024

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,13 @@ class Compilation:
 
     Attributes:
         seconds: Time spent so far.
-        programs: Number of programs so far, by the name of the function.
+        num_programs: Number of programs so far.
+        num_large_programs: Number of those that run the model's layers or update its weights.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.programs: Counter[str] = Counter()
+        self.num_programs = self.num_large_programs = 0
         self._requested_s: dict[int, float] = {}  # by thread
         self._stages: dict[int, deque[tuple[float, float]]] = {}  # by thread: start and seconds, without nested ones
         monitoring.register_event_listener(self._on_event)
@@ -76,23 +77,14 @@ class Compilation:
         if event == REQUESTED:
             self._requested_s[threading.get_ident()] = time.monotonic()
 
-    @property
-    def num_programs(self) -> int:
-        """Number of programs so far."""
-        return self.programs.total()
-
-    @property
-    def num_large_programs(self) -> int:
-        """Number of programs so far that run the model's layers or update its weights."""
-        return sum(self.programs[name] for name in LARGE_PROGRAMS)
-
     def _on_duration(self, event: str, duration_secs: float, **kwargs: object) -> None:
         thread = threading.get_ident()
         if event == COMPILED:
             self._requested_s.pop(thread, None)
             name = str(kwargs.get("fun_name")).removeprefix("jit(").removesuffix(")")
-            self.programs[name] += 1
+            self.num_programs += 1
             if name in LARGE_PROGRAMS:
+                self.num_large_programs += 1
                 return_freed_memory()
         if event in STAGES:
             start_s = time.monotonic() - duration_secs

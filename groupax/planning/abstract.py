@@ -105,7 +105,8 @@ class AbstractModel:
         residents |= {"policy": self.policy} if self.dtype != jnp.float32 else {}
         residents |= {self.base_name: base} if base else {}
         if args.beta > 0 and not lora:
-            residents["reference"] = jax.tree.map(_on_host, weights) if args.offload_reference else weights
+            host = jax.tree.map(lambda x: struct_with(x, x.sharding.with_memory_kind(HOST)), weights)
+            residents["reference"] = host if args.offload_reference else weights
         self.residents: dict[str, Any] = residents
         self.reference = weights
         self.own = {self.policy_name: self.policy} | ({self.base_name: base} if base else {})
@@ -142,11 +143,6 @@ class AbstractModel:
 
 def _in_dtype(specs: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs)
-
-
-def _on_host(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    assert isinstance(x.sharding, NamedSharding), "it is sharded"
-    return struct_with(x, x.sharding.with_memory_kind(HOST))
 
 
 def sharded_structs(tree: Any, specs: Any, mesh: Mesh) -> Any:

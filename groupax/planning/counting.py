@@ -119,12 +119,9 @@ def _count_equation(equation: Any, mesh: Mesh | None, loop_steps: int) -> Counts
 
 def _count_matmul(equation: Any, flops: float) -> Counts:
     touched = sum(_num_bytes(variable.aval) for variable in (*equation.invars, *equation.outvars))
-    is_fp8 = all(_is_fp8(variable.aval.dtype) for variable in equation.invars[:2])
+    dtypes = [variable.aval.dtype for variable in equation.invars[:2]]
+    is_fp8 = all(jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize == 1 for dtype in dtypes)
     return Counts(flops=flops, product_bytes=touched, fp8_flops=flops if is_fp8 else 0.0)
-
-
-def _is_fp8(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize == 1
 
 
 def _dot_flops(equation: Any) -> float:

@@ -16,7 +16,7 @@ from groupax.parallel.mesh import check_divisible, decoding_mesh, default_mesh, 
 from groupax.planning.abstract import DoesNotFitError, Program
 from groupax.planning.devices import Target, absent_devices, find_target
 from groupax.planning.measured import Compiled, Compiler, Extrapolation, FewLayers, Measured, few_layers, whole_program
-from groupax.planning.run import NO_IMAGES, PlannedImages, Run, estimated_temporaries, trace_run
+from groupax.planning.run import Run, estimated_temporaries, trace_run
 from groupax.runs.build import mesh_of
 from groupax.settings.compute import mesh_sizes
 from groupax.terminal.activities import Activities
@@ -28,17 +28,16 @@ _FSDP = "1,-1,1,1,1"
 
 @dataclass(frozen=True)
 class Request:
-    """A run to plan: its devices, its settings, how these were changed from the user's, and its prompts' images."""
+    """A run to plan: its devices, its settings, and how these were changed from the user's."""
 
     devices: str
     args: GRPOConfig
     changes: tuple[str, ...] = ()
-    images: PlannedImages = NO_IMAGES
 
     def changed(self, text: str, devices: str | None = None, **settings: Any) -> "Request":
         """Returns the request with other settings, which `text` describes."""
         changes = (*self.changes, text)
-        return Request(devices or self.devices, replace(self.args, **settings), changes, self.images)
+        return Request(devices or self.devices, replace(self.args, **settings), changes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,14 +94,11 @@ def make_plan(
     check_divisible(split_dims(config), mesh, args.mesh_replicate)
     memory = target.chip.memory_bytes if target.chip else None
     try:
-        run = trace_run(config, mesh, args, lora, memory, images=request.images)
+        run = trace_run(config, mesh, args, lora, memory)
     except DoesNotFitError as error:
         return Plan(request, target, mesh, None, (), error)
     few = [FewLayers(config, 1.0)] if compiler.all_layers else few_layers(config, lora)
-    runs = [
-        run if model.config == config else trace_run(model.config, mesh, args, lora, like=run, images=request.images)
-        for model in few
-    ]
+    runs = [run if model.config == config else trace_run(model.config, mesh, args, lora, like=run) for model in few]
     each_program: list[Extrapolation] = []
     for index, program in enumerate(run.programs):
         same = [each.programs[index] for each in runs]
@@ -126,11 +122,11 @@ def _measured(
     stop_early: bool,
 ) -> tuple[Measured, ...]:
     """Compiles the programs of a run, the slowest first, and returns their measurements in order."""
-    platform, memory = target.devices[0].platform, target.chip.memory_bytes if target.chip else None
+    memory = target.chip.memory_bytes if target.chip else None
 
     def compiled(program: Program, num_layers: int) -> Compiled:
         with activities.doing(f"compiling {program.name} for {target.name}, {_layers((num_layers,))}"):
-            return compiler.compiled(program, platform)
+            return compiler.compiled(program)
 
     found: dict[str, Measured] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:

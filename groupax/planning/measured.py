@@ -1,4 +1,4 @@
-"""Measurements of a run's programs: device memory, kernels, and a lower bound of the time."""
+"""Measurements of a run's programs: device memory, and a lower bound of the time."""
 
 import hashlib
 import re
@@ -19,16 +19,10 @@ from groupax.models.specs import model_specs
 from groupax.parallel.accelerators import Chip
 from groupax.planning.abstract import Program, device_bytes
 from groupax.planning.counting import Counts, count_program
-from groupax.planning.kernels import Buffer, bytes_by_kind, compile_for_gpu, kind_by_shape
 from groupax.planning.run import Run
 
 OTHER = "temporary"
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-# Nothing here was measured on a GPU. A kernel in a CUDA graph takes at least as long as starting its blocks and reading
-# and writing memory once, and 0.5 microseconds pass between kernels (developer.nvidia.com/blog/cuda-graphs); where the
-# host has to wait for a result before it can go on, that is a copy, a wake-up and a launch.
-KERNEL_S = 2e-6
-HOST_VISIT_S = 15e-6
 # Layers of each kind in the smallest of the models, whose first and last layers are compiled with what precedes and
 # follows them, and how many more of one kind the others have, which are compiled as all others are.
 _SMALLEST, _MORE = 2, 2
@@ -96,14 +90,16 @@ def _of_kinds(config: ModelConfig, kinds: Sequence[Hashable], numbers: Counter[A
 def _kinds(config: ModelConfig, lora: LoRAConfig | None) -> list[Hashable]:
     """Returns what distinguishes each layer: positions, window, and the shapes of its weights and of its adapter's."""
     tables = [model_specs(config), *([adapter_specs(config, lora)] if lora else [])]
-    weights = [tuple(_shapes(table["layers"][layer]) for table in tables) for layer in range(config.num_layers)]
+    leaves = jax.tree_util.tree_leaves_with_path
+    weights = [
+        tuple(
+            (jax.tree_util.keystr(path), spec.shape)
+            for table in tables
+            for path, spec in leaves(table["layers"][layer])
+        )
+        for layer in range(config.num_layers)
+    ]
     return list(zip(config.ropes, config.windows, weights, strict=True))
-
-
-def _shapes(weights: Any) -> Hashable:
-    return tuple(
-        (jax.tree_util.keystr(path), spec.shape) for path, spec in jax.tree_util.tree_leaves_with_path(weights)
-    )
 
 
 @dataclass(frozen=True)
@@ -112,9 +108,6 @@ class Compiled:
 
     temporary_bytes: float  # memory of a device for everything except the program's listed arguments
     seconds: float  # time that the compilation took
-    kernels: float | None = None  # number of kernels, copies and library calls of a run on a GPU; None elsewhere
-    host_visits: float = 0.0  # how often the host has to wait for the GPU in a run
-    buffers: Sequence[Buffer] = ()  # arrays in its temporary memory, if it is for a GPU
 
 
 @dataclass(frozen=True)
@@ -127,8 +120,6 @@ class Measured:
     counts: Counts  # counts of one run
     compile_s: float | None = None  # compilation time; None if it is not compiled, and its temporary memory an estimate
     transferred_bytes: float = 0.0  # bytes to and from the host in one run
-    kernels: float | None = None  # number of kernels, copies and library calls of a run on a GPU; None if it is unknown
-    host_visits: float = 0.0  # how often the host has to wait for the GPU in a run
     num_layers: tuple[int, ...] = ()  # numbers of layers of the models whose programs were compiled for it
 
     @property
@@ -154,7 +145,6 @@ class Measured:
             "links": counts.sent_bytes / chip.link_bytes_per_s,
             "network": counts.between_hosts / chip.network_bytes_per_s if chip.network_bytes_per_s else 0.0,
             "host": self.transferred_bytes / chip.host_bytes_per_s,
-            "kernels": (self.kernels or 0.0) * KERNEL_S + self.host_visits * HOST_VISIT_S,
         }
 
 
@@ -187,30 +177,14 @@ class Extrapolation:
 
     def measured(self, run: Run, compiled: Sequence[Compiled]) -> Measured:
         """Returns the program's measurements, given those of the programs for a few layers."""
-
-        def whole(values: Sequence[float]) -> float:
-            return extrapolated(self.models, values)
-
-        program, kernels = self.program, [each.kernels for each in compiled if each.kernels is not None]
-        total = whole([each.temporary_bytes for each in compiled])
-        kinds = [
-            bytes_by_kind(each.buffers, kind_by_shape(model.config, run.num_devices))
-            for model, each in zip(self.models, compiled, strict=True)
-        ]
-        temporaries = {name: whole([each.get(name, 0.0) for each in kinds]) for name in kinds[0]}
-        part = min(1.0, total / max(sum(temporaries.values()), 1.0))
-        temporaries = {name: part * num_bytes for name, num_bytes in temporaries.items()}
-        temporaries[OTHER] = max(0.0, total - sum(temporaries.values()))
-        memory = {**_argument_bytes(run, program), **temporaries}
+        program, temporary = self.program, extrapolated(self.models, [each.temporary_bytes for each in compiled])
         return Measured(
             program.name,
             program.runs,
-            memory,
+            {**_argument_bytes(run, program), OTHER: temporary},
             self.counts,
             sum(each.seconds for each in compiled),
             program.transferred_bytes,
-            whole(kernels) if len(kernels) == len(compiled) else None,
-            whole([each.host_visits for each in compiled]),
             tuple(model.config.num_layers for model in self.models),
         )
 
@@ -234,43 +208,30 @@ class Compiler:
     known: dict[str, Compiled] = field(default_factory=dict)  # the compiled programs
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
 
-    def compiled(self, program: Program, platform: str) -> Compiled:
-        """Compiles a program for devices of a platform, which gives up on programs that do not fit."""
+    def compiled(self, program: Program) -> Compiled:
+        """Compiles a program, which may turn out not to fit."""
         lowered = program.traced.lower()
         text = f"{device_bytes(program.arguments)} {lowered.as_text()}"
         key = hashlib.sha256(text.encode()).hexdigest()
         with self._locks.setdefault(key, threading.Lock()):
             if key not in self.known:
-                self.known[key] = _compiled(lowered, program, platform)
+                self.known[key] = _compiled(lowered, program)
             return self.known[key]
 
 
-def _compiled(lowered: Any, program: Program, platform: str) -> Compiled:
-    started_s, work = time.perf_counter(), None
+def _compiled(lowered: Any, program: Program) -> Compiled:
+    started_s = time.perf_counter()
     try:
-        if platform == "gpu":
-            compiled, kernels = compile_for_gpu(lowered)
-            step, others = kernels.work(program.loop_steps)
-            work = step.times(program.loop_steps) + others
-        else:
-            compiled = lowered.compile()
+        stats = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
-        temporaries = _temporary_bytes(str(error)) if is_out_of_memory(error) else None
-        if temporaries is None:
+        found = re.search(r"temporaries \(([\d.]+)([KMG])\) exceeds available HBM", str(error))
+        if found is None or not is_out_of_memory(error):
             raise
-        return Compiled(temporaries, time.perf_counter() - started_s)
-    seconds, stats = time.perf_counter() - started_s, compiled.memory_analysis()
-    others_bytes = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    temporaries = float(others_bytes + stats.argument_size_in_bytes - device_bytes(program.arguments))
-    if work is None:
-        return Compiled(temporaries, seconds)
-    return Compiled(temporaries, seconds, work.num_launches, work.host_visits, kernels.temporaries)
-
-
-def _temporary_bytes(message: str) -> float | None:
-    """Parses the temporary bytes of a program that does not fit from XLA's message."""
-    match = re.search(r"temporaries \(([\d.]+)([KMG])\) exceeds available HBM", message)
-    return float(match[1]) * _UNITS[match[2]] if match else None
+        temporaries = float(found[1]) * _UNITS[found[2]]
+    else:
+        others_bytes = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+        temporaries = float(others_bytes + stats.argument_size_in_bytes - device_bytes(program.arguments))
+    return Compiled(temporaries, time.perf_counter() - started_s)
 
 
 def step_seconds(programs: Sequence[Measured], run: Run, chip: Chip) -> dict[str, float]:

@@ -18,14 +18,13 @@ from groupax.config import GRPOConfig
 from groupax.data.prompts import prompt_limit
 from groupax.engine.cache import cache_dtype, plan_for
 from groupax.engine.programs import Tracer
-from groupax.engine.scheduler import CHUNK_STEPS, FREE_FRAC, CacheShape, Demand, piece_size
+from groupax.engine.scheduler import CHUNK_STEPS, FREE_FRAC, CacheShape, Demand, admission_prompts, piece_size
 from groupax.models.adapted import apply_adapter
 from groupax.models.config import ModelConfig
 from groupax.models.execution import ACCELERATOR_LOGITS, Execution
 from groupax.models.flops import activation_bytes_per_token
 from groupax.models.lora import LoRAConfig
 from groupax.models.params import partition_specs
-from groupax.models.vision.tower import ImageBatch, bucket, encode_images
 from groupax.models.weights.quantize import decoding_params
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import decoding_mesh, num_data_shards
@@ -39,31 +38,20 @@ from groupax.planning.abstract import (
     struct_with,
 )
 from groupax.planning.counting import bytes_between_hosts
-from groupax.planning.kernels import ACTIVATIONS, LOGITS
 from groupax.rollouts.state import UpdateSchedule, update_schedule
 from groupax.settings.compute import Checkpointing
 from groupax.settings.sampling import SamplingParams, sampling_kind
 from groupax.training.batch import attention_cost_with, pack
 from groupax.training.memory import compute_dtype
 from groupax.training.state import apply_update
-from groupax.training.step import ROWS, accumulator_pspecs, all_reduce, micro_step, score, zero_grads
+from groupax.training.step import ROWS, StepSettings, accumulator_pspecs, all_reduce, micro_step, score, zero_grads
 from groupax.types import Row
 
+ACTIVATIONS, LOGITS = "activations", "logits"  # kinds of temporary memory
 _LENGTH = "max_completion_length"
 _UNLIMITED = 1e15  # bytes
 # Settings for which only one value is supported by plans.
 _PLANNED: dict[str, Any] = {"base_weights": "same", "max_staleness": 0, "rollout_servers": ()}
-
-
-@dataclass(frozen=True)
-class PlannedImages:
-    """The images of each prompt of a run."""
-
-    num: int = 0  # their number; 0 for prompts of text
-    tokens: int = 256  # number of tokens that stand for each, which are part of the prompt
-
-
-NO_IMAGES = PlannedImages()
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +81,6 @@ def trace_run(
     lora: LoRAConfig | None = None,
     memory_bytes: float | None = None,
     like: "Run | None" = None,
-    images: PlannedImages = NO_IMAGES,
 ) -> Run:
     """Returns the programs of a run, most of which are traced when they are needed.
 
@@ -105,7 +92,6 @@ def trace_run(
         memory_bytes: Memory of a device; None for no limit.
         like: A run of the same model with more layers, whose cache and micro-batches have the sizes to use; None for
             those that the engine and the learner would choose.
-        images: Images of each prompt, whose tokens are part of its maximum length.
 
     Raises:
         DoesNotFitError: A device cannot hold the resident arrays, or the rollout's weights, keys and values.
@@ -121,7 +107,10 @@ def trace_run(
             f"weights and optimizer alone need {taken:.1f} GB of a device that has {limit / 1e9:.1f} GB",
             in_rollout=False,
         )
-    schedule = _planned_schedule(args)
+    for name, value in _PLANNED.items():
+        if getattr(args, name) != value:
+            raise ValueError(f"{name} {getattr(args, name)!r} is not supported by plans; leave it at {value!r}")
+    schedule = update_schedule(args)
     num_rows = schedule.prompts_per_rollout * args.num_generations
     prompt = prompt_limit(config.max_positions, args.max_completion_length, args.max_prompt_length, _LENGTH)
     longest = (prompt, args.max_completion_length)
@@ -130,7 +119,7 @@ def trace_run(
     updates, num_micro_batches, cells = trace_training(model_state, execution, schedule, longest, tokens)
     return Run(
         num_devices=mesh.devices.size,
-        programs=(*trace_encoding(model_state, images, schedule.prompts_per_rollout), *rollout, *updates),
+        programs=(*rollout, *updates),
         residents=model_state.residents,
         gathered_bytes=gathered,
         gathered_between_hosts=bytes_between_hosts(gathered, mesh.devices.flat),
@@ -144,52 +133,6 @@ def trace_run(
         num_rows=num_rows,
         num_updates=schedule.updates_per_rollout,
     )
-
-
-def _planned_schedule(args: GRPOConfig) -> UpdateSchedule:
-    """Returns how rollouts are split into updates; refuses unsupported settings."""
-    for name, value in _PLANNED.items():
-        if getattr(args, name) != value:
-            raise ValueError(f"{name} {getattr(args, name)!r} is not supported by plans; leave it at {value!r}")
-    return update_schedule(args)
-
-
-_encode = jax.jit(encode_images, static_argnums=0)
-
-
-def trace_encoding(model_state: AbstractModel, images: PlannedImages, num_prompts: int) -> list[Program]:
-    """Returns the program that encodes an image of a frozen tower, once for all passes; none without images.
-
-    One device encodes the images, one after the other.
-    """
-    vision, mesh = model_state.config.vision, model_state.mesh
-    if not images.num:
-        return []
-    if vision is None:
-        raise ValueError(f"images is {images.num}, but the model reads text only")
-    if not model_state.args.freeze_vision_tower:
-        raise ValueError("a trained tower is not supported by plans; leave freeze_vision_tower at True")
-    patches, side = images.tokens * vision.patches_per_feature, vision.tower.positions_per_side
-    if vision.tower.interpolated:
-        shape = 1, bucket(images.tokens) * vision.patches_per_feature
-    else:
-        shape = bucket(-(-patches // side**2)), side**2
-    taps = 4 if vision.tower.interpolated else 1
-    own = ImageBatch(
-        *(
-            struct_with(jax.ShapeDtypeStruct((*shape, *dims), dtype), NamedSharding(mesh, PartitionSpec()))
-            for dims, dtype in [
-                ((vision.tower.patch_dims,), jnp.float32),
-                ((), jnp.bool_),
-                ((taps,), jnp.int32),
-                ((taps,), jnp.float32),
-                ((2,), jnp.int32),
-            ]
-        )
-    )
-    weights: Any = model_state.reference["vision"]
-    arguments = {**model_state.own, "images": own}
-    return [Program("encode_images", partial(_encode.trace, vision, weights, own), arguments, num_prompts * images.num)]
 
 
 def trace_rollout(
@@ -235,11 +178,12 @@ def trace_rollout(
     sampling = sampling_kind([args.part(SamplingParams)])
     trace_admit, trace_decode = partial(tracer.admit, shape), partial(tracer.decode_chunk, shape, sampling)
     own_heads, columns = config.num_heads // mesh.shape["tp"], shape.num_prompt_columns
-    piece = piece_size(shape.max_prompts, columns, own_heads, model_state.platform)
-    num_pieces = -(-min(num_prompts, shape.max_prompts) // piece[0]) * (columns // piece[1])
+    most = admission_prompts(shape, has_prefixes=False)
+    piece = piece_size(most, columns, own_heads, model_state.platform)
+    num_pieces = -(-min(num_prompts, most) // piece[0]) * (columns // piece[1])
     arguments = {**({"rollout weights": params} if kept else model_state.own), "kv cache": tracer.cache(shape)}
     programs = [
-        Program("admit", trace_admit, arguments, -(-num_prompts // shape.max_prompts), num_pieces),
+        Program("admit", trace_admit, arguments, -(-num_prompts // most), num_pieces),
         Program("decode_chunk", trace_decode, arguments, num_waves * num_chunks, CHUNK_STEPS),
     ]
     return programs, shape, device_bytes({"weights": gathered}) - device_bytes({"weights": given}) if gathers else 0.0
@@ -304,10 +248,7 @@ def _trace_scoring(
         score.trace,
         params,
         batch,
-        config=model_state.config,
-        mesh=model_state.mesh,
-        settings=model_state.settings.objective,
-        execution=execution,
+        settings=StepSettings(model_state.config, model_state.settings.objective, model_state.mesh, execution),
     )
     return [Program("score", trace, arguments, num_micro_batches * passes, scans_layers=execution.scan_layers)]
 
@@ -318,17 +259,16 @@ def _trace_update(
     """Traces the programs of an optimizer step."""
     config, mesh, scalar = model_state.config, model_state.mesh, model_state.scalar
     static: dict[str, Any] = {"config": config, "mesh": mesh}
-    objective = {**static, "settings": model_state.settings.objective}
-    totals = jax.eval_shape(lambda params: zero_grads(params, **objective), model_state.policy)
+    objective = model_state.settings.objective
+    totals = jax.eval_shape(lambda params: zero_grads(params, settings=objective, **static), model_state.policy)
     totals = sharded_structs(totals, accumulator_pspecs(config, mesh, model_state.policy, totals), mesh)
     counts: Any = jax.tree.unflatten(jax.tree.structure(Denominators(jnp.zeros(()), jnp.zeros(()))), [scalar, scalar])
-    dropout_key = _key(mesh) if model_state.dropout_rate else None
+    key = struct_with(jax.eval_shape(lambda: jax.random.key(0)), NamedSharding(mesh, PartitionSpec()))
+    dropout_key = key if model_state.dropout_rate else None
     trace_step = partial(
         micro_step.trace,
         *(model_state.policy, totals, batch, counts, scalar, model_state.frozen, dropout_key),
-        **objective,
-        execution=execution,
-        dropout_rate=model_state.dropout_rate,
+        settings=StepSettings(config, objective, mesh, execution, model_state.dropout_rate),
     )
     sums = all_reduce.trace(totals, **static)
     grads = jax.eval_shape(lambda totals: totals.grads, sums.out_info)
@@ -370,12 +310,6 @@ def _row(group: int, longest: tuple[int, int], args: GRPOConfig, updates: int) -
     )
 
 
-def _key(mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Returns a replicated abstract PRNG key."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return struct_with(key, NamedSharding(mesh, PartitionSpec()))
-
-
 def estimated_temporaries(
     config: ModelConfig, mesh: Mesh, args: GRPOConfig, run: Run
 ) -> dict[str, Mapping[str, float]]:
@@ -392,7 +326,7 @@ def estimated_temporaries(
     itemsize = compute_dtype(mesh.devices.flat[0].platform, args.dtype).itemsize
     decoding, cache = decoding_mesh(mesh, args.decoding_tp), run.cache
     vocab_bytes = 4 * config.vocab_size / decoding.shape["tp"]  # of a row's logits, in float32
-    prompts, columns = cache.max_prompts, cache.num_prompt_columns
+    prompts, columns = admission_prompts(cache, has_prefixes=False), cache.num_prompt_columns
     platform = mesh.devices.flat[0].platform
     piece = math.prod(piece_size(prompts, columns, config.num_heads // decoding.shape["tp"], platform))
     cells = run.micro_batch_cells / mesh.shape["sp"]

@@ -6,9 +6,8 @@ from typing import Any
 from groupax.parallel.accelerators import Chip
 from groupax.planning.abstract import host_bytes
 from groupax.planning.fitting import Plan
-from groupax.planning.kernels import ACTIVATIONS, COPIES, LOGITS
-from groupax.planning.measured import OTHER, Measured, step_seconds
-from groupax.planning.run import Run
+from groupax.planning.measured import OTHER, step_seconds
+from groupax.planning.run import ACTIVATIONS, LOGITS, Run
 
 # A table's unit follows its largest value, so that it is not all zeros.
 _PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
@@ -18,14 +17,12 @@ KINDS = (
     "policy",
     "base",
     "vision",
-    "images",
     "reference",
     "rollout weights",
     "kv cache",
     "gradients",
     ACTIVATIONS,
     LOGITS,
-    COPIES,
     OTHER,
 )
 
@@ -38,7 +35,7 @@ def format_plan(plan: Plan) -> str:
     lines = [_settings(plan), ""]
     if plan.is_estimate:
         lines += [
-            "by arithmetic, before anything is compiled: without the compiler's copies and the kernels' number",
+            "by arithmetic, before anything is compiled: without the compiler's copies",
             "",
         ]
     lines += [*_memory_table(plan), ""]
@@ -91,8 +88,6 @@ def plan_record(plan: Plan) -> dict[str, Any]:
             "product_bytes": program.counts.product_bytes,
             "exchanged": dict(program.counts.exchanged),
             "between_hosts": program.counts.between_hosts,
-            "kernels": program.kernels,
-            "host_visits": program.host_visits,
             "transferred_bytes": program.transferred_bytes,
             "seconds": program.seconds(chip) if chip else None,
         }
@@ -142,8 +137,6 @@ def _work_table(plan: Plan) -> list[str]:
     product_prefix, product = _unit(counts.product_bytes for counts in all_counts)
     sent_prefix, other = _unit(sent for counts in all_counts for sent in counts.exchanged.values())
     rows = [["", "runs", f"{flop_prefix}FLOP", f"{product_prefix}B in matmuls", f"{sent_prefix}B sent"]]
-    has_kernels = any(program.kernels is not None for program in plan.programs)
-    rows[0] += ["kernels", "host waits"] if has_kernels else []
     rows[0] += ["at least", "bound by"] if chip else []
     for program in plan.programs:
         counts = program.counts
@@ -155,16 +148,12 @@ def _work_table(plan: Plan) -> list[str]:
             ", ".join(f"{sent / other:.2f} {kind}" for kind, sent in counts.exchanged.items() if sent >= other / 200)
             or "-",
         ]
-        if has_kernels:
-            row += ["?", "?"] if program.kernels is None else [f"{program.kernels:,.0f}", f"{program.host_visits:,.0f}"]
-        rows.append(row + (_least(program, chip) if chip else []))
+        if chip:
+            seconds = program.seconds(chip)
+            bound = max(seconds, key=lambda name: seconds[name])
+            row += [milliseconds(seconds[bound]), bound if seconds[bound] else "-"]
+        rows.append(row)
     return _aligned(rows)
-
-
-def _least(program: Measured, chip: Chip) -> list[str]:
-    seconds = program.seconds(chip)
-    bound = max(seconds, key=lambda name: seconds[name])
-    return [milliseconds(seconds[bound]), bound if seconds[bound] else "-"]
 
 
 def milliseconds(seconds: float) -> str:

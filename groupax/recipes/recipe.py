@@ -66,8 +66,8 @@ def make_recipe(
     def eval_dataset(source: str | None = None) -> Examples | None:
         if source is None and generated:
             return generated["eval"]()
-        if source is not None and _is_one_set(Path(source)):
-            return None
+        if source is not None and (file_kind(Path(source)) is not None or (Path(source) / "state.json").is_file()):
+            return None  # a file, or a single dataset as saved by `datasets`, has no splits
         try:
             return read(source or dataset, EVAL_SPLITS, "eval_dataset")
         except MissingSplitError:
@@ -90,11 +90,6 @@ def make_recipe(
         eval_dataset,
         examples,
     )
-
-
-def _is_one_set(source: Path) -> bool:
-    """Returns whether a source has no splits: a file, or a single dataset as saved by `datasets`."""
-    return file_kind(source) is not None or (source / "state.json").is_file()
 
 
 def _example(example: Callable[[Example], dict[str, Any]], row: Any, index: int, source: str) -> dict[str, Any]:

@@ -1,24 +1,89 @@
-"""Finds the step that made a metric fulfil a condition: what differs there today, and the rows that did it."""
+"""Finds the step that made a metric fulfil a condition: what differs there today, and its rows."""
 
+import operator
+import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from groupax.config import GRPOConfig
-from groupax.replay.causes import Cause, Condition, NoCauseError, Search, parsed_condition
-from groupax.replay.outcome import SHOWN_ROWS, Outcome, comparison, shown_number
+from groupax.replay.outcome import Outcome, Shares, comparison
 from groupax.replay.recorded import RecordedRun, recorded_run
 from groupax.replay.session import arguments_by_name, maker_of, replay_steps, replay_target, settings_of, target_of
-from groupax.replay.trainer import Make, Moment, ReplayTrainer, SettingsAt, Target
-from groupax.runs.step_record import Stage, StepRecord
+from groupax.replay.trainer import Make, SettingsAt
 from groupax.settings.fields import nearest
 from groupax.terminal.printable import printable
 
-FACTS = ("learning_rate", "grad_norm", "loss")
+# Conditions on metrics, as texts: 'kl > 1', 'grad_norm > 10 or loss is nan'. They are parsed, never evaluated.
+COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+_TERM = re.compile(r"\s*([\w/.@-]+?)\s*(<=|>=|==|!=|<|>)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*")
+_NAN = re.compile(r"\s*([\w/.@-]+)\s+is\s+nan\s*")
+
+
+@dataclass(frozen=True)
+class Term:
+    """A comparison of a metric with a number; without a comparison, the metric must not be finite."""
+
+    metric: str
+    comparison: str = ""
+    number: float = 0.0
+
+    def holds(self, metrics: Mapping[str, Any]) -> bool:
+        """Returns whether a line of metrics fulfils it; one without the metric does not."""
+        value = metrics.get(self.metric)
+        if not self.comparison or value is None:
+            return not self.comparison and value is None and self.metric in metrics
+        return COMPARISONS[self.comparison](value, self.number)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Terms of which all of one of the parts must hold, and the text that describes them."""
+
+    text: str
+    parts: tuple[tuple[Term, ...], ...]
+
+    def holds(self, metrics: Mapping[str, Any]) -> bool:
+        """Returns whether a line of metrics fulfils the condition."""
+        return any(all(term.holds(metrics) for term in part) for part in self.parts)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the metrics."""
+        return tuple(dict.fromkeys(term.metric for part in self.parts for term in part))
+
+
+def parsed_condition(text: str) -> Condition:
+    """Returns the condition that a text describes.
+
+    Raises:
+        ValueError: It describes none.
+    """
+    parts = [re.split(r"\s+and\s+", part) for part in re.split(r"\s+or\s+", text)]
+    return Condition(text.strip(), tuple(tuple(_term(term, text) for term in part) for part in parts))
+
+
+def _term(term: str, text: str) -> Term:
+    if found := _TERM.fullmatch(term):
+        try:
+            return Term(found[1], found[2], float(found[3]))
+        except ValueError:
+            pass
+    if found := _NAN.fullmatch(term):
+        return Term(found[1])
+    raise ValueError(
+        f"{text!r} is no condition on metrics: {term.strip()!r} must be like 'kl > 1' or 'loss is nan', and 'and' and "
+        "'or' join several"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +94,10 @@ class Bisection:
         run: The run.
         condition: The condition.
         step: First step whose line of metrics fulfils the condition.
-        before: Step of the line of metrics before it.
+        before: Step of the line of metrics before it; 0 for none.
         outcomes: Steps up to it, computed again, up to the first that is not the recorded one.
-        cause: The update and the rows that did it; None if they could not be found.
+        shares: The shares of the step's rows in its gradient; None if they are not known.
         why_not: Why not.
-        alone: The step of the cause by itself, with the weights that it had, if it differs and an earlier one does too.
     """
 
     run: RecordedRun
@@ -41,9 +105,8 @@ class Bisection:
     step: int
     before: int
     outcomes: Sequence[Outcome]
-    cause: Cause | None
+    shares: Shares | None
     why_not: str = ""
-    alone: Outcome | None = None
 
     @property
     def parted(self) -> Outcome | None:
@@ -51,30 +114,19 @@ class Bisection:
         last = self.outcomes[-1]
         return None if last.is_equal else last
 
-    @property
-    def has_calls(self) -> bool:
-        """True if tools or environments answered in these steps."""
-        return any(self.run.calls(self.run.records[each.step].num_rollouts - 1) for each in self.outcomes)
-
     def __str__(self) -> str:
         first = opening(self.condition, self.step, self.before)
         return "\n".join(map(printable, [first, *bisection_lines(self)]))
 
 
 def opening(condition: Condition, step: int, before: int) -> str:
-    """Returns in which step a condition holds first, as text.
-
-    Args:
-        condition: The condition.
-        step: First step whose line of metrics fulfils it.
-        before: Step of the line before it; 0 for none.
-    """
+    """Returns in which step a condition holds first, as text; `before` is the step of the line before, 0 for none."""
     earlier = f"; it does not in the line of metrics before it, that of step {before}" if before else ""
-    return f"{condition} first holds in step {step}{earlier}"
+    return f"{condition.text} first holds in step {step}{earlier}"
 
 
 def bisection_lines(found: Bisection) -> Iterator[str]:
-    """Yields the lines of a bisection after its opening: what differs from the record, and the cause."""
+    """Yields the lines of a bisection after its opening: what differs from the record, and the step's rows."""
     run = found.run
     equal = [outcome.step for outcome in found.outcomes if outcome.is_equal]
     first = found.outcomes[0].step
@@ -83,75 +135,15 @@ def bisection_lines(found: Bisection) -> Iterator[str]:
         yield f"before step {first} the run was continued with other settings: {listed}"
     if equal:
         which = f"steps {equal[0]} to {equal[-1]} are" if len(equal) > 1 else f"step {equal[0]} is"
-        tools = ", and with tools' answers from the record" if found.has_calls else ""
-        yield f"{which} computed as recorded, with the dataset, rewards and settings of today{tools}"
-    for each in (found.parted, found.alone):
-        if each is not None:
-            yield from comparison(each)
-    if found.cause is None:
-        yield f"the rows that did it were not looked for: {found.why_not}"
-    else:
-        yield from cause_lines(found.cause, found.condition.metrics, str(found.condition))
-    step = found.cause.step if found.cause else found.outcomes[-1].step
-    if run.command(step) is None:
-        yield f"look at it: groupax.replay_step({str(run.folder)!r}, {step}, ..., why=True), then groupax view"
+        yield f"{which} computed as recorded, with the dataset, rewards and settings of today"
+    if found.parted is not None:
+        yield from comparison(found.parted)
+    yield from (found.why_not,) if found.shares is None else found.shares.lines()
+    if run.command(found.step) is None:
+        yield f"look at it: groupax.replay_step({str(run.folder)!r}, {found.step}, ..., why=True), then groupax view"
     else:
         folder = shlex.quote(str(run.folder))
-        yield f"look at it: groupax replay {folder} --step {step} --why, then groupax view {folder}"
-
-
-def cause_lines(cause: Cause, names: Sequence[str], until: str) -> Iterator[str]:
-    """Yields the lines of a cause.
-
-    Args:
-        cause: The cause.
-        names: Metrics of the condition.
-        until: The condition.
-    """
-    shown, step = cause.shown_at, cause.step
-    yield f"step {shown} under the weights before each step:"
-    yield f"  {'step':>6}" + "".join(f"{name:>24}" for name in names)
-    for number, metrics in sorted(cause.under.items()):
-        yield f"  {number:6}" + "".join(f"{shown_number(metrics.get(name)):>24}" for name in names)
-    shares, metric = cause.shares, cause.rise.metric
-    facts = ", ".join(f"{name} {shown_number(cause.metrics.get(name))}" for name in FACTS)
-    if cause.is_own:
-        low = cause.rise.low
-        over = "" if low is None else f" over the {shown_number(low)} of the line before"
-        yield f"most of its {metric}{over} is there under the oldest of these weights: its own rows do it ({facts})"
-    elif cause.is_drift:
-        yield f"{metric} changes from update to update; the largest part of it is that of step {step} ({facts})"
-    else:
-        yield f"the update of step {step} did it ({facts})"
-    if cause.is_sampled:
-        yield "(its completions are sampled again under each of these weights, so that a part of this is chance)"
-    if cause.left_out:
-        groups = dict.fromkeys(shares.rollouts[index].prompt_index for index in cause.group)
-        of = f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"
-        if cause.group and cause.group != cause.left_out:
-            yield f"without the {len(cause.group)} rows of {of} {_values(cause, cause.without_group, names)}"
-        yield f"without these rows of step {step} {_values(cause, cause.without, names)}:"
-        for index in cause.left_out[:SHOWN_ROWS]:
-            yield f"  {shares.place(index)}"
-        if len(cause.left_out) > SHOWN_ROWS:
-            yield f"  and {len(cause.left_out) - SHOWN_ROWS} more"
-    elif cause.is_searched:
-        yield f"{until} stays, or most of it, whichever half of its groups is left out: it is the update as a whole"
-    elif cause.is_own:
-        yield "its completions follow from the weights, so that none of its rows was left out"
-    else:
-        yield "no single update did it, so that none of its rows was left out; --window looks further back"
-    yield from shares.lines()
-    yield f"({cause.num_updates} updates were computed for this)"
-
-
-def _values(cause: Cause, metrics: Any, names: Sequence[str]) -> str:
-    values = ", ".join(f"{name} is {shown_number(metrics.get(name))}" for name in names)
-    undone = cause.rise.undone(metrics)
-    return values if undone is None else f"{values} (undoes {100 * undone:.0f} %)"
-
-
-OF_INPUTS = ("data", "rollout", "reward", "advantage")  # stages whose results are recorded as they were
+        yield f"look at it: groupax replay {folder} --step {found.step} --why, then groupax view {folder}"
 
 
 def first_line(lines: Sequence[Mapping[str, Any]], condition: Condition) -> tuple[int, int]:
@@ -176,10 +168,7 @@ def first_line(lines: Sequence[Mapping[str, Any]], condition: Condition) -> tupl
 
 
 def bisected(run: RecordedRun, condition: Condition, make: Make, settings: SettingsAt, window: int) -> Bisection:
-    """Finds the step and the rows that made a metric of a run fulfil a condition.
-
-    The last steps up to it are computed again, as `replay_step` does. If they are the recorded ones, or if only what is
-    recorded differs, such as a row of the dataset or a reward, updates are left out (see `causes`).
+    """Finds the step that made a metric of a run fulfil a condition, and computes the steps up to it again.
 
     Args:
         run: The recorded run.
@@ -196,77 +185,20 @@ def bisected(run: RecordedRun, condition: Condition, make: Make, settings: Setti
     step, before = first_line(run.metrics, condition)
     first = max(1, min(before + 1, step - window + 1), min(run.records))
     first = max([first, *(change + 1 for change in run.changes if change < step)])
-    target = replace(target_of(run, step), first=first)
-    outcomes, cause, why_not = _replayed(target, make, settings, condition, before)
+    outcomes = replay_steps(replace(target_of(run, step), first=first), make, settings, lambda _: None)
     number = next((number for number, outcome in enumerate(outcomes) if not outcome.is_equal), len(outcomes) - 1)
-    if cause is None and not why_not:
-        stage: Stage = next(each.stage for each in outcomes[number].stages if not each.is_equal)
-        why_not = f"step {outcomes[number].step} computes another {stage} than it did, with the same rows"
-        if stage in OF_INPUTS:
-            again, cause, why_not = _replayed(replace(target, stage="loss"), make, settings, condition, before)
-            if cause is None:
-                why_not = why_not or _why_not(run, again)
-    alone, at = None, step if cause is None else cause.step
-    if not outcomes[number].is_equal and at != outcomes[number].step:
-        again_alone = replay_target(target_of(run, at), make, settings)
-        alone = None if again_alone.is_equal else again_alone
-    return Bisection(run, condition, step, before, outcomes[: number + 1], cause, why_not, alone)
-
-
-def _why_not(run: RecordedRun, again: Sequence[Outcome]) -> str:
-    """Returns why recorded rows could not be trained on as they were."""
-    lost = next((each.step for each in again if run.table(each.step) is None), None)
-    if lost is not None:
-        return f"the completions of step {lost} were not kept, so that its update cannot be repeated with their rewards"
-    parted = next(each.step for each in again if not _is_close(each.record, run.records[each.step]))
-    return f"step {parted} is not computed as it was from its recorded rows either"
-
-
-def _is_close(now: StepRecord, then: StepRecord) -> bool:
-    """Returns whether an update is the recorded one, but for the rounding of other machines and numbers of devices."""
-    numbers = [np.array([each.loss_value, each.grad_norm], float) for each in (now, then)]
-    rounds_alike = np.allclose(*numbers, rtol=1e-3, atol=1e-6, equal_nan=True)
-    return bool(rounds_alike) and now.learning_rate == then.learning_rate
-
-
-def _replayed(
-    target: Target, make: Make, settings: SettingsAt, condition: Condition, before: int
-) -> tuple[list[Outcome], Cause | None, str]:
-    """Returns a target's steps, computed again, and if they are the recorded ones, the cause or why there is none."""
-    moments: dict[int, Moment] = {}
-    causes: list[Cause] = []
-    faults: list[str] = []
-
-    def use(trainer: ReplayTrainer) -> None:
-        def finish() -> None:
-            now, then = RecordedRun(trainer.run_folder.path), target.run.records
-            # the dataset's rows and their rewards are those of the record where only updates are computed again
-            if target.stage == "loss":
-                are_those = all(_is_close(now.records[step], then[step]) for step in target.steps)
-            else:
-                are_those = all(now.records[step] == then[step] for step in target.steps)
-            if not are_those:
-                return
-            lines = {int(line["step"]): line for line in now.metrics}
-            shown = (step for step in target.steps if step > before and condition.holds(lines[step]))
-            last = next(shown, target.step)
-            try:
-                own = {step: moment for step, moment in moments.items() if step <= last}
-                line = next((line for line in target.run.metrics if line["step"] == before), {})
-                causes.append(Search(trainer, condition, own, line).cause())
-            except NoCauseError as error:
-                faults.append(str(error))
-
-        trainer.observe, trainer.finish = moments.__setitem__, finish
-
-    outcomes = replay_steps(target, make, settings, use)
-    return outcomes, next(iter(causes), None), next(iter(faults), "")
+    shares, why_not = None, ""
+    try:
+        shares = replay_target(target_of(run, step), make, settings, why=True).shares
+    except ValueError as error:  # its completions were not kept
+        why_not = str(error)
+    return Bisection(run, condition, step, before, outcomes[: number + 1], shares, why_not)
 
 
 def bisect_run(
     run: str | Path, until: str, *arguments: Any, args: GRPOConfig | None = None, window: int = 8, **named: Any
 ) -> Bisection:
-    """Finds the first step of a run whose metrics fulfil a condition, and the update and the rows that made it so.
+    """Finds the first step of a run whose metrics fulfil a condition, what differs in it today, and its rows.
 
     Args:
         run: The run folder, which is not changed.

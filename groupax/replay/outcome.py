@@ -45,7 +45,7 @@ class Shares:
     def lines(self) -> Iterator[str]:
         """Yields the largest ones as text."""
         yield f"rows of step {self.step} by their share of the gradient:"
-        rows = sorted(self._rows(), key=_most)
+        rows = sorted(self._rows(), key=lambda row: -abs(row[1]) if row[1] == row[1] else -math.inf)
         yield "     share   norm of its gradient"
         for index, share, norm in rows[:SHOWN_ROWS]:
             yield f"  {_percent(share):>8}   {shown_number(norm):>10}   {self.place(index)}"
@@ -99,11 +99,6 @@ def _prompts(run: RecordedRun, step: int, rollouts: Sequence[Rollout]) -> list[s
     places = zip(table["prompt_index"], table["sample_index"], strict=True)
     known = dict(zip(places, table["prompt"], strict=True))
     return [known.get((each.prompt_index, each.sample_index)) or prompt_text(each.prompt) for each in rollouts]
-
-
-def _most(row: tuple[int, float, float]) -> tuple[bool, float]:
-    share = row[1]
-    return share == share, 0.0 if share != share else -abs(share)
 
 
 def _finite(value: float) -> float | None:
@@ -162,17 +157,13 @@ def compare_step(
         places: tuple[int, ...] = ()
         if isinstance(a, tuple):
             places = tuple(i for i, pair in enumerate(itertools.zip_longest(a, b)) if pair[0] != pair[1])
-        named = [f"{'rows' if stage == 'loss' else 'groups'} {_listed(places)}"] if places else []
+        listed = ", ".join(map(str, places[:8])) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
+        named = [f"{'rows' if stage == 'loss' else 'groups'} {listed}"] if places else []
         found: list[str] = []
         if columns_then is not None and columns_now is not None:
             found = _details(stage, columns_then, columns_now)
         results.append(StageResult(stage, False, "; ".join([*named, *numbers, *found]) or "other bits", places))
     return results
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8]))
-    return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown
 
 
 def _numbers(stage: Stage, then: StepRecord, now: StepRecord) -> list[str]:
@@ -214,7 +205,8 @@ def _first_value(then: Columns, now: Columns, name: str) -> list[str]:
         return [f"{name} is {'only in the run' if name in then else 'not in the run'}"]
     if name not in then:
         return []
-    rows = [index for index, pair in enumerate(zip(then[name], now[name], strict=False)) if not _same(*pair)]
+    pairs = enumerate(zip(then[name], now[name], strict=False))
+    rows = [index for index, (a, b) in pairs if a != b and not (a != a and b != b)]  # two NaN are the same
     if not rows:
         return []
     first = rows[0]
@@ -257,11 +249,6 @@ def _place(columns: Columns, row: int) -> str:
     return f"row {row} (group {columns['prompt_index'][row]}, sample {columns['sample_index'][row]})"
 
 
-def _same(a: Any, b: Any) -> bool:
-    both_nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
-    return both_nan or a == b
-
-
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.8g}"
 
@@ -294,7 +281,6 @@ class Outcome:
         shares: The shares of its rows in the gradient, if they were asked for.
         moves: Of a step under changes with the same tokens: the KL between the policies before and after the update, in
             the run and under changes.
-        is_forced: Whether the stages after the rollout have the run's completions, as other ones came out.
     """
 
     target: Target
@@ -308,13 +294,6 @@ class Outcome:
     machine: tuple[str, ...]
     shares: Shares | None = None
     moves: tuple[float, ...] = ()
-    is_forced: bool = False
-
-    @property
-    def has_other_tokens(self) -> bool:
-        """True if completions differ from those of the run, where these were kept."""
-        then = self.target.run.table(self.step)
-        return then is not None and then["completion_ids"] != self.columns.get("completion_ids")
 
     @property
     def step(self) -> int:
@@ -344,8 +323,6 @@ def comparison(outcome: Outcome) -> Iterator[str]:
     if outcome.parted_at is not None:
         yield f"  the weights already differ after step {outcome.parted_at}"
     for stage in outcome.stages:
-        if outcome.is_forced and stage.stage == "reward":
-            yield "  from here on with the completions of the run:"
         yield f"  {stage.stage:10} {'equal' if stage.is_equal else f'DIFFERS: {stage.text}'}"
 
 

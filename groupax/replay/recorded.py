@@ -1,129 +1,28 @@
 """A recorded run: what its folder has of each step. It is only read."""
 
-import contextlib
-import json
-import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from groupax.data.examples import with_values_from_json
-from groupax.episodes.as_json import branches_from_json, messages_from_json, turns_from_json
 from groupax.runs.checkpoints.choose import Saved, readable_checkpoints, split_path, store_of
 from groupax.runs.checkpoints.store import LocalStore
 from groupax.runs.files import parsed_record
-from groupax.runs.rollout_log import RolloutLog
+from groupax.runs.rollout_log import RolloutLog, rollout_of
 from groupax.runs.step_record import NAME, StepRecord, parsed_records
 from groupax.settings.run import UNSEEN
 from groupax.storage.buckets import is_remote
+from groupax.storage.folders import read_json
 from groupax.types import Rollout
 
-# Columns that replays read: those that every file has, then those that some have. The latter may have nulls.
-ALWAYS = {
-    "prompt_index": "int32",
-    "sample_index": "int32",
-    "prompt": "string",
-    "completion": "string",
-    "finish_reason": "string",
-    "policy_version": "int32",
-    "advantage": "float",
-    "prompt_ids": "[int32]",
-    "completion_ids": "[int32]",
-    "policy_logps": "[float]",
-    "sampler_logps": "[float]",
-}
-SOMETIMES = {
-    "mask": "[bool]",
-    "turns": "string",
-    "messages": "string",
-    "environment_reward": "double",
-    "branches": "string",
-    "turn_advantages": "[float]",
-    "row_values": "string",
-    "experts": "[int16]",
-    "adapter": "string",
-    "trainer_logps": "[float]",
-    "entropies": "[float]",
-}
-REWARDS = "rewards/"
-# Bytes that reading may take: log-probs hardly compress, so that an honest file stays far below this.
-LEAST_BYTES, BYTES_PER_BYTE = 2**30, 100
-
-
-def read_completions(path: Path, is_foreign: bool) -> dict[str, list[Any]]:
-    """Returns the columns of a file of the rollout log.
-
-    Args:
-        path: The file.
-        is_foreign: Whether somebody else has made it.
-
-    Raises:
-        ValueError: It is damaged, lacks a column, or, if it is foreign, becomes too large.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    num_bytes = LEAST_BYTES + BYTES_PER_BYTE * path.stat().st_size
-    try:
-        with memory_limit(num_bytes) if is_foreign else contextlib.nullcontext():
-            table = pyarrow.parquet.read_table(path)
-            _check(path, {field.name: field.type for field in table.schema})
-            lacking = [name for name in ALWAYS if table[name].null_count]
-            if lacking:
-                raise ValueError(f"{path} is damaged: {lacking[0]} has no value in some row")
-            return table.to_pydict()
-    except MemoryError as error:
-        raise ValueError(f"{path} needs more than {num_bytes / 1e9:.1f} GB of memory, so it is refused") from error
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-
-
-@contextlib.contextmanager
-def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Limits what this process may allocate within the block, where larger allocations raise a `MemoryError`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    in_use = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    limits = [each for each in (soft, hard) if each != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min([in_use + num_bytes, *limits]), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _check(path: Path, types: Mapping[str, Any]) -> None:
-    """Checks the columns of a file.
-
-    Raises:
-        ValueError: One is missing, or of another type.
-    """
-    wanted = ALWAYS | {name: kind for name, kind in SOMETIMES.items() if name in types}
-    wanted |= dict.fromkeys((name for name in types if name.startswith(REWARDS)), "double")
-    for name, kind in wanted.items():
-        found = _type_name(types[name]) if name in types else "missing"
-        if found != kind:
-            raise ValueError(f"{path} is damaged: its column {name} is {found}, not {kind}")
-
-
-def _type_name(kind: Any) -> str:
-    inner = getattr(kind, "value_type", None)
-    return str(kind) if inner is None else f"[{inner}]"
-
-
-FROM_JSON = {"turns": turns_from_json, "messages": messages_from_json, "branches": branches_from_json}
+# Columns that every file of the rollout log has, without a null.
+ALWAYS = (
+    *("prompt_index", "sample_index", "prompt", "completion", "finish_reason", "policy_version", "advantage"),
+    *("prompt_ids", "completion_ids", "policy_logps", "sampler_logps"),
+)
 # Of a process, all that rounding depends on.
 MACHINE = ("platform", "num_devices", "mesh", "processor", "instruction_set", "versions")
-ARRAYS = {
-    "prompt_ids": np.int32,
-    "completion_ids": np.int32,
-    "policy_logps": np.float32,
-    "sampler_logps": np.float32,
-    "mask": np.bool_,
-}
 
 
 @dataclass(frozen=True)
@@ -132,11 +31,9 @@ class RecordedRun:
 
     Attributes:
         folder: The run folder.
-        is_foreign: Whether somebody else made it, so that no path that it names is looked up.
     """
 
     folder: Path
-    is_foreign: bool = False
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -197,19 +94,9 @@ class RecordedRun:
         return found
 
     def _content(self, name: str) -> Mapping[str, Any]:
-        """Returns the content of a file of the run; empty if it is not there.
-
-        Raises:
-            ValueError: It is damaged.
-        """
+        """Returns the content of a file of the run; empty if it is not there."""
         path = self.folder / name
-        try:
-            content = json.loads(path.read_bytes()) if path.is_file() else {}
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
-        if not isinstance(content, dict):
-            raise ValueError(f"{path} is damaged: it has {content!r:.80}")
-        return content
+        return read_json(path) if path.is_file() else {}
 
     def checkpoint(self, step: int) -> Saved | None:
         """Returns the newest intact checkpoint at this step or before it; None if the run's own start is nearer.
@@ -227,7 +114,7 @@ class RecordedRun:
     def _origin(self) -> Saved | None:
         """Returns the checkpoint of another run that this one started from; None if it started from the beginning."""
         first = self.processes[0] if self.processes else {}
-        if self.is_foreign or not first.get("step"):
+        if not first.get("step"):
             return None
         run, step = split_path(first["checkpoint"])
         found = () if is_remote(run) else readable_checkpoints(store_of(run, Path(run)), {})
@@ -254,7 +141,7 @@ class RecordedRun:
             ValueError: Their file is damaged.
         """
         path = RolloutLog(self.folder / "rollouts").path(step)
-        return read_completions(path, self.is_foreign) if path.is_file() else None
+        return read_completions(path) if path.is_file() else None
 
     def groups(self, steps: Sequence[int], examples: Any) -> list[list[Rollout]] | None:
         """Returns the scored completions of a rollout by group; None if they were not kept.
@@ -273,13 +160,32 @@ class RecordedRun:
         groups: dict[int, list[Rollout]] = {}
         for index, prompt in enumerate(columns["prompt_index"]):
             try:
-                rollout = _rollout(columns, index, rows[prompt])
+                rollout = _rollout({name: column[index] for name, column in columns.items()}, rows[prompt])
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
                 raise ValueError(
                     f"row {index} of the completions that {self.folder} has of step {steps[0]} is damaged: {error}"
                 ) from error
             groups.setdefault(prompt, []).append(rollout)
         return [*groups.values()]
+
+
+def read_completions(path: Path) -> dict[str, list[Any]]:
+    """Returns the columns of a file of the rollout log.
+
+    Raises:
+        ValueError: It is damaged, or lacks a column.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    lacking = [name for name in ALWAYS if name not in table.column_names or table[name].null_count]
+    if lacking:
+        raise ValueError(f"{path} is damaged: {lacking[0]} has no value in some row")
+    return table.to_pydict()
 
 
 def _is_process(record: Any) -> bool:
@@ -305,30 +211,13 @@ def recorded_run(path: str | Path) -> RecordedRun:
     return run
 
 
-def _rollout(columns: Mapping[str, list[Any]], index: int, example: Mapping[str, Any]) -> Rollout:
-    values: dict[str, Any] = {}
-    for name in ("prompt_index", "sample_index", "finish_reason", "policy_version", "advantage"):
-        values[name] = columns[name][index]
-    for name, dtype in ARRAYS.items():
-        if name in columns:
-            values[name] = np.asarray(columns[name][index], dtype)
-    for name, read in FROM_JSON.items():
-        if name in columns:
-            values[name] = read(columns[name][index])
-    lengths = {len(values[name]) for name in ("completion_ids", "policy_logps", "sampler_logps")}
+def _rollout(row: Mapping[str, Any], example: Mapping[str, Any]) -> Rollout:
+    """Returns the completion of a row of the log.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    lengths = {len(row[name]) for name in ("completion_ids", "policy_logps", "sampler_logps")}
     if len(lengths) > 1:
         raise ValueError(f"its tokens and log-probs have the lengths {sorted(lengths)}")
-    if columns.get("experts") and (experts := columns["experts"][index]) is not None:
-        values["experts"] = np.asarray(experts, np.int16).reshape(len(values["completion_ids"]), -1)
-    if columns.get("turn_advantages") and columns["turn_advantages"][index] is not None:
-        values["turn_advantages"] = tuple(columns["turn_advantages"][index])
-    for name in ("environment_reward", "adapter"):
-        if name in columns:
-            values[name] = columns[name][index]
-    for field in ("rewards", "extra"):
-        prefix = f"{field}/"
-        values[field] = {
-            name.removeprefix(prefix): column[index] for name, column in columns.items() if name.startswith(prefix)
-        }
-    example = with_values_from_json(example, columns.get("row_values", {index: None})[index])
-    return Rollout(example=example, text=columns["completion"][index], **values)
+    return rollout_of({**row, "text": row["completion"]}, example)

@@ -22,7 +22,7 @@ from groupax.replay.trainer import (
     prepared,
     trained,
 )
-from groupax.runs.process import process_of
+from groupax.runs.header import process_of
 from groupax.runs.step_record import STAGES, Stage
 from groupax.settings.compute import UpdateSettings
 from groupax.settings.fields import nearest
@@ -56,21 +56,14 @@ def replay_target(
     target: Target,
     make: Make,
     settings: SettingsAt,
-    use: Callable[[ReplayTrainer], Any] | None = None,
-    weights_text: Callable[[ReplayTrainer], str] | None = None,
     why: bool = False,
 ) -> Outcome:
     """Computes a step again and compares it with its record.
-
-    Where other tokens come out of a bundle, whose rewards are known for those of the run alone, the stages after the
-    rollout are computed with the run's.
 
     Args:
         target: The step.
         make: Makes the trainer of the run.
         settings: Returns the settings of the run at a step.
-        use: Called with the trainer before it starts.
-        weights_text: Returns how its weights differ from those of the run, where these are known.
         why: Whether to compute the shares of its rows in the gradient.
 
     Raises:
@@ -79,15 +72,10 @@ def replay_target(
     shares: list[Shares] = []
 
     def prepare(trainer: ReplayTrainer) -> None:
-        if use is not None:
-            use(trainer)
         if why:
             trainer.observe = lambda step, moment: shares.append(shares_of(trainer, step, moment))
 
-    outcome = replay_steps(target, make, settings, prepare, weights_text)[-1]
-    if target.run.is_foreign and outcome.has_other_tokens:
-        of_record = replay_steps(replace(target, stage="reward"), make, settings, prepare, weights_text)[-1]
-        outcome = replace(of_record, target=target, stages=(*outcome.stages[:2], *of_record.stages[2:]), is_forced=True)
+    outcome = replay_steps(target, make, settings, prepare)[-1]
     if why and not has_inputs(outcome):  # today's dataset or rewards are others than the run's
         [of_record] = replay_steps(replace(target, stage="loss"), make, settings, prepare)
         if not has_inputs(of_record):
@@ -100,33 +88,22 @@ def replay_target(
 
 def has_inputs(outcome: Outcome) -> bool:
     """Returns whether the update of a step had the completions, rewards and advantages of the run."""
-    inputs = ("reward", "advantage") if outcome.is_forced else ("rollout", "reward", "advantage")
-    return all(stage.is_equal for stage in outcome.stages if stage.stage in inputs)
+    return all(stage.is_equal for stage in outcome.stages if stage.stage in ("rollout", "reward", "advantage"))
 
 
 def replay_steps(
     target: Target,
     make: Make,
     settings: SettingsAt,
-    use: Callable[[ReplayTrainer], Any] | None = None,
-    weights_text: Callable[[ReplayTrainer], str] | None = None,
+    use: Callable[[ReplayTrainer], Any],
 ) -> list[Outcome]:
-    """Computes the steps of a target again, as `replay_target` does, and returns an outcome of each."""
+    """Computes the steps of a target again, and returns an outcome of each; `use` receives the trainer before."""
     target.check()
     with prepared(target, make, settings) as (ready, args):
         trainer = make(ready, args)
-        if use is not None:
-            use(trainer)
+        use(trainer)
         trainer.train()
-        outcomes = [outcome_of(replace(target, step=step, first=target.steps[0]), trainer) for step in target.steps]
-        text = "" if weights_text is None or outcomes[-1].is_equal else weights_text(trainer)
-        return [*outcomes[:-1], with_weights_text(outcomes[-1], text) if text else outcomes[-1]]
-
-
-def with_weights_text(outcome: Outcome, text: str) -> Outcome:
-    """Returns an outcome whose last stage says how the weights differ."""
-    *stages, update = outcome.stages
-    return replace(outcome, stages=(*stages, replace(update, text=text)))
+        return [outcome_of(replace(target, step=step, first=target.steps[0]), trainer) for step in target.steps]
 
 
 def settings_of(run: RecordedRun, args: GRPOConfig | None = None) -> SettingsAt:
@@ -198,13 +175,8 @@ def stage_of(changed: str) -> Stage:
     return "rollout"
 
 
-def changed_settings(changes: Mapping[str, Any], args: GRPOConfig, other_weights: bool = False) -> Mapping[str, Any]:
-    """Returns settings that differ, as values of their types.
-
-    Args:
-        changes: The settings by name.
-        args: Settings of the run.
-        other_weights: Whether the weights are others, whose shapes may differ.
+def changed_settings(changes: Mapping[str, Any], args: GRPOConfig) -> Mapping[str, Any]:
+    """Returns settings that differ from those of the run, as values of their types.
 
     Raises:
         ValueError: One is no setting, has a value of another type, or cannot differ in a step.
@@ -217,11 +189,8 @@ def changed_settings(changes: Mapping[str, Any], args: GRPOConfig, other_weights
             raise ValueError(f"{name} has no effect on a replay")
         if name in OF_SCHEDULE:
             raise ValueError(f"{name} says which rows a step has, so that a step is another one under it")
-        if name in OF_SHAPES and not other_weights:
-            raise ValueError(
-                f"{name} gives the weights other shapes than those that the run had before the step; it may differ "
-                "with other weights only (--model, other_model)"
-            )
+        if name in OF_SHAPES:
+            raise ValueError(f"{name} gives the weights other shapes than those that the run had before the step")
     changed = GRPOConfig.from_mapping({**vars(args), **changes})
     return {name: getattr(changed, name) for name in changes}
 
@@ -232,7 +201,6 @@ def changed_target(
     stage: Stage | None,
     changes: Collection[str],
     other_rewards: bool = False,
-    other_weights: bool = False,
 ) -> Target:
     """Returns a step as the target of a replay under changes, with the first stage that these reach.
 
@@ -242,9 +210,8 @@ def changed_target(
         stage: First stage to compute again at the latest; None for the first that is reached.
         changes: Names of the settings that differ.
         other_rewards: Whether rewards differ.
-        other_weights: Whether the weights that sample differ.
     """
-    of_parts: Stage = "rollout" if other_weights else "reward" if other_rewards else "update"
+    of_parts: Stage = "reward" if other_rewards else "update"
     reached: tuple[Stage, ...] = (stage or of_parts, of_parts, *map(stage_of, changes))
     return Target(run, step, STAGES[min(map(STAGES.index, reached))], is_changed=True)
 
@@ -255,17 +222,15 @@ def replay_changed(
     make_changed: Make,
     settings: SettingsAt,
     changes: Mapping[str, Any],
-    other_weights: bool,
 ) -> Outcome:
     """Computes a step again under changes, from the state that the run had before it.
 
     Args:
         target: The step, with the first stage that the changes reach (see `changed_target`).
         make: Makes the trainer of the run.
-        make_changed: Makes the trainer with other rewards or weights.
+        make_changed: Makes the trainer with other rewards.
         settings: Returns the settings of the run at a step.
         changes: Settings that differ.
-        other_weights: Whether the weights are others, whose optimizer then starts afresh.
 
     Raises:
         ValueError: The step was not recorded, or a changed setting cannot be used.
@@ -275,9 +240,7 @@ def replay_changed(
     start = target.step - 1 if target.stage == "loss" else first_of_rollout(target.step, args)
     with tempfile.TemporaryDirectory(prefix="groupax-replay-") as folder:
         place = Path(folder) / "before"
-        if other_weights:
-            target = replace(target, starts_at=start)
-        elif start:
+        if start:
             saved = target.run.checkpoint(start)
             if saved is not None and saved.step == start:
                 link_checkpoint(saved, place)
@@ -308,7 +271,6 @@ def replay_step(
     why: bool = False,
     changes: Mapping[str, Any] | None = None,
     other_rewards: Any = None,
-    other_model: Any = None,
     **named: Any,
 ) -> Outcome:
     """Computes a step of a run again, and compares it with its record, or under changes with what it was.
@@ -323,7 +285,6 @@ def replay_step(
         why: Whether to compute the shares of rows in the gradient, and to keep them for `groupax view`.
         changes: Settings that differ, by name.
         other_rewards: Reward functions that score the recorded completions instead of the run's.
-        other_model: A model that samples and is trained instead of the run's, with a fresh optimizer.
         named: Further arguments of the run's `GRPOTrainer`, such as `train_dataset`.
 
     Returns:
@@ -339,18 +300,17 @@ def replay_step(
     """
     recorded = recorded_run(run)
     settings, given = settings_of(recorded, args), arguments_by_name(arguments, named)
-    if changes is None and other_rewards is None and other_model is None:
+    if changes is None and other_rewards is None:
         outcome = replay_target(target_of(recorded, step, stage), maker_of(given), settings, why=why)
         if outcome.shares is not None:
             outcome.shares.write(recorded.folder)
         return outcome
     if why:
-        raise ValueError("why=True is about the step as it was; leave out changes, other_rewards and other_model")
-    others = {"reward_funcs": other_rewards, "model": other_model}
-    make = maker_of({**given, **{name: value for name, value in others.items() if value is not None}})
-    changed = changed_settings(changes or {}, settings(step), other_model is not None)
-    target = changed_target(recorded, step, stage, changed, other_rewards is not None, other_model is not None)
-    return replay_changed(target, maker_of(given), make, settings, changed, other_model is not None)
+        raise ValueError("why=True is about the step as it was; leave out changes and other_rewards")
+    make = maker_of(given if other_rewards is None else {**given, "reward_funcs": other_rewards})
+    changed = changed_settings(changes or {}, settings(step))
+    target = changed_target(recorded, step, stage, changed, other_rewards is not None)
+    return replay_changed(target, maker_of(given), make, settings, changed)
 
 
 def arguments_by_name(arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,28 +1,20 @@
 """A trainer that repeats steps of a recorded run in a folder of its own, by the methods that the run went through."""
 
-import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
 from groupax.config import GRPOConfig
 from groupax.episodes.record import Record
 from groupax.events import Message, StepStarted
-from groupax.models.specs import Params
-from groupax.models.weights.saving import save_model
-from groupax.objective.entropy import EntropyState
 from groupax.replay.recorded import RecordedRun
 from groupax.rewards.scoring import score_groups
-from groupax.rollouts.collector import Collector
+from groupax.rollouts.collector import Collector, with_advantages
 from groupax.rollouts.pipeline import Policy
-from groupax.rollouts.rows import with_advantages
 from groupax.rollouts.state import Cursor, Experience, Group
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, describe, differences
@@ -34,8 +26,6 @@ from groupax.runs.step_record import Stage, StepRecord
 from groupax.runs.trainer import Description
 from groupax.settings.run import QUIET
 from groupax.trainer import GRPOTrainer, TrainResult
-from groupax.training.adapters import AdapterLearners, PolicyLearner
-from groupax.training.learner import Learner
 from groupax.types import Rollout, Row
 
 
@@ -47,19 +37,11 @@ class Moment:
         rows: Rows of the update.
         indices: Index of each row's completion among those of the rollout; a further stream of an episode has None.
         experience: The rollout that the rows are of.
-        cursor: Progress of the run before that rollout, if this is the first update on it, else before the update.
-        state: Weights and optimizer state.
-        reference: Weights of the reference, if it moves.
-        progress: Number of updates and state of the entropy bonus of each learner.
     """
 
     rows: Sequence[Row]
     indices: Sequence[int | None]
     experience: Experience
-    cursor: Cursor
-    state: Any
-    reference: Any
-    progress: Sequence[tuple[int, EntropyState]]
 
     @property
     def completions(self) -> list[Rollout]:
@@ -74,46 +56,6 @@ class Moment:
             number = number if index is None else index
             parts.setdefault(number, []).append(row)
         return parts
-
-
-def moment_of(learner: PolicyLearner, experience: Experience, cursor: Cursor) -> Moment:
-    """Returns the present moment before the next update on a rollout."""
-    moves = not isinstance(learner, AdapterLearners) and learner.settings.sync_ref_model
-    return Moment(
-        experience.next_rows(),
-        experience.next_indices(),
-        experience,
-        cursor,
-        _copied(learner.state),
-        _copied(learner.reference) if moves else None,
-        [(each.num_updates, each.entropy) for each in _each(learner)],
-    )
-
-
-def return_to(learner: PolicyLearner, moment: Moment) -> None:
-    """Gives a learner the weights and the optimizer state of a moment; shapes that it knows stay known."""
-    reference = None if moment.reference is None else _placed(moment.reference)
-    learner.restore(_placed(moment.state), reference)
-    for each, (num_updates, entropy) in zip(_each(learner), moment.progress, strict=True):
-        each.num_updates, each.entropy = num_updates, entropy
-
-
-def _each(learner: PolicyLearner) -> list[Learner]:
-    return [*learner.each.values()] if isinstance(learner, AdapterLearners) else [learner]
-
-
-@dataclass(frozen=True, eq=False)
-class _Placed:
-    array: np.ndarray
-    sharding: Any
-
-
-def _copied(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: _Placed(np.array(leaf, copy=True), leaf.sharding), tree)
-
-
-def _placed(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.device_put(leaf.array, leaf.sharding), tree)
 
 
 class ReplayCollector(Collector):
@@ -132,7 +74,7 @@ class ReplayCollector(Collector):
     """
 
     def __init__(self, collector: Collector, run: RecordedRun, targets: range, stage: Stage, makes_calls: bool) -> None:
-        super().__init__(**vars(collector))
+        vars(self).update(vars(collector))
         self.run, self.targets, self.stage, self.makes_calls = run, targets, stage, makes_calls
         self.policies: dict[int, Policy] = {}
         self.sampled: list[int] = []
@@ -143,31 +85,6 @@ class ReplayCollector(Collector):
         groups = None if self.samples(number) else self._recorded(cursor)
         experience = self._sampled(cursor) if groups is None else self._replayed(groups, cursor)
         return self.with_logprobs(experience, cursor, num_wanted)
-
-    def sampled_again(self, cursor: Cursor) -> Experience:
-        """Returns the rollout of a cursor, sampled by the present policy."""
-        return self.with_logprobs(self._sampled(cursor), cursor, 1)
-
-    def shifts(self, experience: Experience, left_out: Collection[int]) -> list[float]:
-        """Returns by how much each completion's advantage changes if some had never been.
-
-        It is 0 where they do not follow from a group's rewards alone: with returns of turns and a KL in the reward.
-
-        Args:
-            experience: A rollout.
-            left_out: Indices of the completions among all of it.
-        """
-        groups = experience.groups[: self.schedule.prompts_per_rollout]
-        rest = sum(len(group) for group in experience.groups[self.schedule.prompts_per_rollout :])
-        places = itertools.count()
-        without = [
-            [replace(row, rewards=dict.fromkeys(row.rewards)) if next(places) in left_out else row for row in group]
-            for group in groups
-        ]
-        if self.args.turn_credit == "returns" or self.args.use_kl_in_reward:
-            return [0.0] * next(places) + [0.0] * rest
-        before, after = (self.advantages(each).values for each in (groups, without))
-        return [*np.nan_to_num(after - before).tolist(), *[0.0] * rest]
 
     def samples(self, number: int) -> bool:
         """Returns whether a rollout is sampled again although it may be recorded."""
@@ -191,7 +108,7 @@ class ReplayCollector(Collector):
         self._copy_calls(number)
         policy = self.policies.pop(number, None)
         version = self.policy_version(number) if self.args.max_staleness else cursor.step
-        self.engine.params = self._weights(policy)
+        self.engine.params = self.learner.policy if policy is None else self.learner.policy_of(policy.trained)
         experience = self.rollout(self.engine, cursor, version if policy is None else policy.version)
         self.engine.params = self.learner.policy
         self.engine.release()
@@ -201,9 +118,6 @@ class ReplayCollector(Collector):
         """Returns whether tools or environments answered in a rollout; True if that is not known."""
         table = next((table for step in self._steps(number) if (table := self.run.table(step)) is not None), None)
         return table is None or self.episodes.rules.has_environments or '"calls": [{' in "".join(table.get("turns", ()))
-
-    def _weights(self, policy: Policy | None) -> Params:
-        return self.learner.policy if policy is None else self.learner.policy_of(policy.trained)
 
     def record(self, number: int, is_closed: bool = False) -> Record:
         """Returns the record of a rollout's calls, to which none is added unless it may be made."""
@@ -266,7 +180,6 @@ class Target:
         stage: First stage of it that is computed again; those before it are taken from the record.
         first: First step that is computed again from this stage on, with all up to `step`; 0 for `step` alone.
         is_changed: Whether it is repeated under changes, so that it need not be the same run.
-        starts_at: Step after which it starts without a checkpoint, as with other weights; 0 for the run's own start.
         identity: Identity of the run whose state it starts from, if its settings differ from that.
         saves: Whether the state after the step is saved.
     """
@@ -276,7 +189,6 @@ class Target:
     stage: Stage = "data"
     first: int = 0
     is_changed: bool = False
-    starts_at: int = 0
     identity: Identity | None = None
     saves: bool = False
 
@@ -377,7 +289,7 @@ class ReplayTrainer(GRPOTrainer):
         self.target, self.first_step = target, 0
         super().__init__(*arguments, **named)
         self.pipeline = None  # rollouts of earlier policies are sampled when they are needed
-        self.run.hooks = _ReplayHooks(self)
+        self.run.hooks = _ReplayHooks()
 
     def make_collector(self) -> ReplayCollector:
         """Returns a collector of recorded rollouts."""
@@ -386,27 +298,9 @@ class ReplayTrainer(GRPOTrainer):
         collector = replace(super().make_collector(), emit=self.emit)
         return ReplayCollector(collector, target.run, targets, target.stage, makes_calls=target.is_changed)
 
-    @property
-    def model_name(self) -> str | None:
-        """Folder or hub id of the model that the run started from; None for one made in memory."""
-        return self.start_model.adapter.base_name if self.start_model.adapter else self.start_model.name
-
-    @property
-    def model_source(self) -> Path | None:
-        """Folder with its files; None for one made in memory."""
-        return self.start_model.source
-
-    def save_start(self, folder: Path) -> None:
-        """Writes the model that the run starts from into a folder, before it has trained."""
-        save_model(self.start_model, folder, self.tokenizer)
-
-    def own_identity(self) -> Identity:
-        """Returns the identity of a run with these arguments, which is known until the trainer has trained."""
-        return super().identity()
-
     def identity(self) -> Identity:
         """Returns the identity that was saved, if only the data differ; says so then."""
-        own = self.own_identity()
+        own = super().identity()
         if self.target.identity is not None:
             return self.target.identity
         saved = self.target.run.checkpoint(self.target.step)
@@ -442,11 +336,11 @@ class ReplayTrainer(GRPOTrainer):
     def _step(self) -> None:
         self._keep_policies()
         self.emit(StepStarted(self.cursor.step))
-        before = self.cursor
         rows = self.next_rows()
         if self.observe is not None and self.cursor.step + 1 in self.target.steps:
-            assert self.experience is not None, "there is a rollout"
-            self.observe(self.cursor.step + 1, moment_of(self.learner, self.experience, before))
+            found = self.experience
+            assert found is not None, "there is a rollout"
+            self.observe(self.cursor.step + 1, Moment(rows, found.next_indices(), found))
         self.update(rows)
 
     def _keep_policies(self) -> None:
@@ -479,21 +373,7 @@ class ReplayTrainer(GRPOTrainer):
 
 
 class _ReplayHooks(RunHooks):
-    """Starts after any step, and saves nothing at the end."""
-
-    def __init__(self, trainer: ReplayTrainer) -> None:
-        self.trainer = trainer
-
-    def started(self, run: Run) -> None:
-        del run
-        trainer, start = self.trainer, self.trainer.target.starts_at
-        if start:
-            before = trainer.target.run.records[start]
-            trainer.cursor = Cursor(start, before.num_rollouts, before.num_prompts)
-            trainer.first_step = start
-            learner = trainer.learner
-            for each in learner.each.values() if isinstance(learner, AdapterLearners) else [learner]:
-                each.num_updates = start
+    """Saves nothing at the end."""
 
     def end(self, run: Run) -> None:
         run.log.close_sinks()

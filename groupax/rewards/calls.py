@@ -33,7 +33,6 @@ from groupax.rewards.workers import (
     NeedsMainThreadError,
     as_exception,
     call_noticing,
-    signal_requests_noticed,
     start_workers,
 )
 from groupax.settings.rollouts import RewardSettings
@@ -42,7 +41,6 @@ from groupax.types import Rollout, TrainerState
 
 BACKOFF_S = 0.5  # before the first retry; doubled before each further one
 ASYNC_CONCURRENCY = 64  # calls of one async function at a time
-PING_S = 1.0  # an event loop that does not respond for this long is blocked
 MAX_VALUES = 1_000_000  # returned by one call
 
 
@@ -54,22 +52,14 @@ class CallLog:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def log_extra(self, column: Any, values: Any) -> None:
-        """Keeps one value per completion for the rollout log.
-
-        Raises:
-            TypeError: The column's name is not a text, or the values have no order.
-        """
+        """Keeps one value per completion for the rollout log."""
         check_name("log_extra", "column", column)
         if isinstance(values, (str, bytes, Mapping, Set)) or not hasattr(values, "__iter__"):
             raise TypeError(f"log_extra: values must be a list with one value per completion, got {short_repr(values)}")
         self.extra.setdefault(column, []).extend(itertools.islice(values, MAX_VALUES))
 
     def log_metric(self, name: Any, value: Any) -> None:
-        """Keeps a number for the metrics of the step.
-
-        Raises:
-            TypeError: The name is not a text, or the value is not a number.
-        """
+        """Keeps a number for the metrics of the step."""
         check_name("log_metric", "name", name)
         try:
             if isinstance(value, (str, bytes)):  # which float reads
@@ -86,16 +76,7 @@ class CallLog:
 
 
 def check_name(function: str, argument: str, name: Any) -> None:
-    """Checks the name of what user code logs.
-
-    Args:
-        function: The function that was called with it.
-        argument: Its argument with the name.
-        name: The name.
-
-    Raises:
-        TypeError: It is not a text.
-    """
+    """Checks the name of what user code logs."""
     if not isinstance(name, str):
         raise TypeError(f"{function}: {argument} must be a text, got {type(name).__name__} {short_repr(name)}")
 
@@ -188,27 +169,17 @@ def _as_list(returned: Any) -> Any:
 
 
 class Supervisor:
-    """Calls reward functions so that none can stop the run.
-
-    Args:
-        settings: How to call them.
-        main_thread: Calls the functions that set signal handlers.
-        has_workers: Whether to start worker processes.
-    """
+    """Calls reward functions so that none can stop the run."""
 
     def __init__(self, settings: RewardSettings, main_thread: MainThread, has_workers: bool) -> None:
         self.settings, self._main_thread = settings, main_thread
         self._semaphores: dict[str, asyncio.Semaphore] = {}
         self._free_workers = asyncio.Semaphore(settings.reward_workers)  # all functions share them
-        self._async_loops: dict[str, asyncio.AbstractEventLoop] = {}
-        with contextlib.ExitStack() as stack:
-            self._workers = start_workers(settings.reward_workers_on, settings.reward_workers) if has_workers else None
-            self._loop = start_event_loop("rewards")
-            stack.callback(self._stop_loops)
-            stack.enter_context(signal_requests_noticed())
-            if self._workers is not None:
-                stack.callback(self._workers.stop)
-            self._resources = stack.pop_all()
+        self._schedule, self._stop_workers = (
+            start_workers(settings.reward_workers_on, settings.reward_workers) if has_workers else (None, lambda: None)
+        )
+        self._loop = start_event_loop("rewards")
+        self._async_loops: dict[str, asyncio.AbstractEventLoop] = {}  # one each, as a function may block its own
 
     def submit(
         self, reward: Reward, rollouts: list[Rollout], state: TrainerState
@@ -218,9 +189,7 @@ class Supervisor:
 
     def close(self) -> None:
         """Cancels all calls: worker processes are killed, threads abandoned."""
-        self._resources.close()
-
-    def _stop_loops(self) -> None:
+        self._stop_workers()
         for loop in (self._loop, *self._async_loops.values()):
             loop.call_soon_threadsafe(loop.stop)
 
@@ -243,7 +212,6 @@ class Supervisor:
                             f"the reward function {reward.name!r} did not return within reward_timeout_s = "
                             f"{settings.reward_timeout_s} on {len(rollouts)} completions"
                         )
-                        await self._replace_blocked_loop(reward.name)
         return no_scores(rollouts, error)
 
     async def _call(
@@ -256,18 +224,19 @@ class Supervisor:
                 deadline.reschedule(asyncio.get_running_loop().time() + self.settings.reward_timeout_s)
 
         arguments = arguments_for(reward, rollouts, state, {"log_extra": None, "log_metric": None})
-        if self._workers is not None and not reward.is_async:  # environments stay in this process
+        if self._schedule is not None and not reward.is_async:  # environments stay in this process
             arguments.pop(ENVIRONMENTS, None)
         call = reward.function, arguments, len(rollouts) if reward.per_completion else None
         if reward.is_async:
             start_clock()
-            loop = self._async_loops.get(reward.name) or start_event_loop(reward.name)
-            self._async_loops[reward.name] = loop
+            if reward.name not in self._async_loops:
+                self._async_loops[reward.name] = start_event_loop(reward.name)
+            loop = self._async_loops[reward.name]
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call_async(*call), loop))
-        if self._workers is not None:
+        if self._schedule is not None:
             async with self._free_workers:
                 start_clock()
-                return await asyncio.wrap_future(self._workers.schedule(call_in_worker, *call))
+                return await asyncio.wrap_future(self._schedule(call_in_worker, *call))
         if reward.name not in self._main_thread.needed_by:
             start_clock()
             try:
@@ -275,19 +244,7 @@ class Supervisor:
             except NeedsMainThreadError:
                 self._main_thread.needed_by.add(reward.name)
                 deadline.reschedule(None)
-        return await self._main_thread.call(functools.partial(call_sync, *call), start_clock)
-
-    async def _replace_blocked_loop(self, name: str) -> None:
-        """Drops the event loop of an async function that blocks it; further calls start a new one."""
-        loop = self._async_loops.get(name)
-        if loop is None:
-            return
-        try:
-            ping = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
-            await asyncio.wait_for(asyncio.wrap_future(ping), PING_S)
-        except TimeoutError:
-            if self._async_loops.get(name) is loop:
-                del self._async_loops[name]
+        return await self._main_thread.call(functools.partial(call_sync, *call))
 
 
 def _scores(reward: Reward, rollouts: list[Rollout], returned: Any, log: CallLog) -> Scores:

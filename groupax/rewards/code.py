@@ -64,30 +64,21 @@ def code_tests(
     names = [""] * len(completions) if entry_point is None else [name or "" for name in entry_point]
 
     def reward(completion: Any, prompt: Any, sources: Any, name: str) -> float | None:
-        return _passed_frac(
-            completion_text(completion), prompt, _sources(sources, partial_credit), name, limits, sandbox
-        )
+        text = completion_text(completion)
+        sources = [sources] if isinstance(sources, str) else list(sources or ())
+        sources = [source for source in sources if source and source.strip()]
+        if not sources or len(text) > MAX_COMPLETION_CHARS:
+            return 0.0 if sources else None
+        solution, stub = program(text, prompt, name), _stub(_prompt_text(prompt), name)
+        results = []
+        for source in sources if partial_credit else ["\n".join(sources)]:
+            calls_check = name and re.search(r"^def check\(", source, re.MULTILINE)
+            checked = f"{source}\ncheck({name})\n" if calls_check else source
+            results.append(passes(solution, checked, limits, sandbox, name, stub))
+        return sum(results) / len(results)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         return list(pool.map(reward, completions, prompts, tests, names))
-
-
-def _passed_frac(
-    completion: str, prompt: Any, sources: Sequence[str], name: str, limits: Limits, sandbox: Sandbox
-) -> float | None:
-    if not sources:
-        return None
-    if len(completion) > MAX_COMPLETION_CHARS:
-        return 0.0
-    solution, stub = program(completion, prompt, name), _stub(_prompt_text(prompt), name)
-    results = [passes(solution, _with_call(source, name), limits, sandbox, name, stub) for source in sources]
-    return sum(results) / len(results)
-
-
-def _sources(tests: Any, partial_credit: bool) -> list[str]:
-    sources = [tests] if isinstance(tests, str) else list(tests or ())
-    sources = [source for source in sources if source and source.strip()]
-    return sources if partial_credit or not sources else ["\n".join(sources)]
 
 
 def program(completion: str, prompt: Any, entry_point: str) -> str:
@@ -205,7 +196,12 @@ def _stub(prompt: str, entry_point: str) -> tuple[tuple[str, tuple[str, ...]], .
             statements = ast.parse(source).body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
-        found = [each for each in statements if isinstance(each, DEFINITIONS) and _defines(each, name)]
+        found = [
+            each
+            for each in statements
+            if isinstance(each, DEFINITIONS)
+            and any(isinstance(inner, DEFINITIONS) and inner.name == name for inner in ast.walk(each))
+        ]
         if found:
             others = [each for each in statements if isinstance(each, TRUSTED) and each not in found]
             return tuple((ast.unparse(each), tuple(_bound(each))) for each in others)
@@ -219,12 +215,3 @@ def _bound(statement: ast.stmt) -> list[str]:
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
         return [alias.asname or alias.name.partition(".")[0] for alias in statement.names]
     return [each.id for each in ast.walk(statement) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
-
-
-def _defines(statement: ast.stmt, name: str) -> bool:
-    return any(isinstance(each, DEFINITIONS) and each.name == name for each in ast.walk(statement))
-
-
-def _with_call(tests: str, entry_point: str) -> str:
-    defines_check = re.search(r"^def check\(", tests, re.MULTILINE)
-    return f"{tests}\ncheck({entry_point})\n" if defines_check and entry_point else tests

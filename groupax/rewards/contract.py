@@ -98,15 +98,16 @@ def arguments_for(
         examples = {row.prompt_index: row.example for row in rollouts}.values()
         batch = {name: [example[name] for example in examples] for name in rollouts[0].example}
         arguments |= {"prompts": prompts, "completions": completions, "batch": batch}
-    arguments |= {"completion_ids": [row.completion_ids.tolist() for row in rollouts]}
-    arguments |= {"completion_mask": [row.mask.tolist() for row in rollouts]}
-    arguments |= {"turns": [row.turns for row in rollouts]}
-    arguments |= {"trainer_state": state, **loggers}
+    arguments |= {
+        "completion_ids": [row.completion_ids.tolist() for row in rollouts],
+        "completion_mask": [row.mask.tolist() for row in rollouts],
+        "turns": [row.turns for row in rollouts],
+        "trainer_state": state,
+        **loggers,
+    }
     if any(row.environment is not None for row in rollouts):
-        arguments |= {ENVIRONMENTS: [row.environment for row in rollouts]}
-    if reward.takes is None:
-        return arguments
-    return {name: value for name, value in arguments.items() if name in reward.takes}
+        arguments[ENVIRONMENTS] = [row.environment for row in rollouts]
+    return {name: value for name, value in arguments.items() if reward.takes is None or name in reward.takes}
 
 
 def split_per_completion(arguments: Mapping[str, Any], num_completions: int) -> list[dict[str, Any]]:
@@ -136,16 +137,11 @@ def checked_scores(name: str, returned: Any, rollouts: Sequence[Rollout]) -> Sco
             f"for each completion, here {len(rollouts)}"
         )
     values = list(itertools.islice(returned, len(rollouts) + 1))
-    if len(values) > len(rollouts):
-        more = f"{len(returned)} values" if hasattr(returned, "__len__") else f"more than {len(rollouts)} values"
-        raise ValueError(
-            f"reward function {name!r} returned {more} for {_counted(len(rollouts), 'completion')}; it must return one "
-            "per completion, in their order"
-        )
     if len(values) != len(rollouts):
+        num = len(returned) if hasattr(returned, "__len__") else len(values)
         raise ValueError(
-            f"reward function {name!r} returned {_counted(len(values), 'value')} for "
-            f"{_counted(len(rollouts), 'completion')}; it must return one per completion, in their order"
+            f"reward function {name!r} returned {_counted(num, 'value')} for {_counted(len(rollouts), 'completion')}; "
+            "it must return one per completion, in their order"
         )
     rewards = np.full(len(values), np.nan)
     by_turn: list[tuple[float, ...] | None] = [None] * len(values)
@@ -194,11 +190,6 @@ def _shown(value: Any) -> str:
         return f"a value of type {type(value).__name__}"
 
 
-def rewards_by_name(names: Sequence[str], rewards: np.ndarray) -> dict[str, float | None]:
-    """Returns one completion's rewards, [K] with NaN where a function does not apply, by name with None instead."""
-    return {name: None if np.isnan(value) else float(value) for name, value in zip(names, rewards, strict=True)}
-
-
 def reward_matrix(names: Sequence[str], rollouts: Sequence[Rollout]) -> np.ndarray:
     """Returns the rewards of scored completions, [B, K] float64 with NaN where a function does not apply."""
     values = [[row.rewards[name] for name in names] for row in rollouts]
@@ -211,17 +202,16 @@ def turn_reward_matrices(names: Sequence[str], rollouts: Sequence[Rollout]) -> l
 
     One reward for the whole belongs to the last turn. A function that does not apply has NaN in all turns.
     """
-    return [_turn_rewards(names, rollout) for rollout in rollouts]
-
-
-def _turn_rewards(names: Sequence[str], rollout: Rollout) -> np.ndarray:
-    matrix = np.zeros((len(rollout.turns), len(names)))
-    for column, name in zip(matrix.T, names, strict=True):
-        whole = rollout.rewards[name]
-        if whole is None:
-            column[:] = np.nan
-        elif name in rollout.turns[0].rewards:
-            column[:] = [turn.rewards[name] for turn in rollout.turns]
-        else:
-            column[-1] = whole
-    return matrix
+    matrices = []
+    for rollout in rollouts:
+        matrix = np.zeros((len(rollout.turns), len(names)))
+        for column, name in zip(matrix.T, names, strict=True):
+            whole = rollout.rewards[name]
+            if whole is None:
+                column[:] = np.nan
+            elif name in rollout.turns[0].rewards:
+                column[:] = [turn.rewards[name] for turn in rollout.turns]
+            else:
+                column[-1] = whole
+        matrices.append(matrix)
+    return matrices

@@ -109,10 +109,6 @@ def equal(answer: str, gold: str) -> bool | None:
     A gold answer without a relation is matched by a value, or by the value of a name (`x = 5`, `f(2) = 5`,
     `x \in [0, 1]`). A gold relation is matched by an equivalent one, where the constant value of a name may omit the
     name, and an inequality may be written as an interval. A unit may be omitted.
-
-    Args:
-        answer: Expression in LaTeX.
-        gold: Expression in LaTeX.
     """
     if len(answer) > max(MAX_LENGTH, 2 * len(gold)):
         return False

@@ -12,9 +12,7 @@ import itertools
 import json
 import os
 import select
-import signal
 import subprocess
-import sys
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -22,22 +20,11 @@ from functools import cache, partial
 from typing import Any
 
 from groupax.errors import InfrastructureError
-from groupax.rewards.isolated.start import BOOTSTRAP, serialize_order
-from groupax.rewards.sandbox import (
-    FILTER_DESCRIPTOR,
-    Limits,
-    Sandbox,
-    call_filter,
-    compiled_modules,
-    inner_command,
-    isolated_python,
-    limits_order,
-    outer_command,
-)
+from groupax.rewards.isolated.start import inner_order
+from groupax.rewards.sandbox import Limits, Sandbox, end_isolated, start_isolated
 
 START_S = 60.0  # in which an interpreter must start, on a busy machine too
 MAX_CODE_BYTES = 1 << 20
-PYTHON = ("-P", "-s", "-S")  # reads no files of a user; the environment is empty but for the seed of hashes
 LOST = "the interpreter was restarted, and its variables are lost"
 
 
@@ -101,10 +88,19 @@ class Interpreter:
     def _started(self) -> "_Process":
         if self._process is not None:
             return self._process
-        process = _Process(*_start(self._limits, self._sandbox, self._seed, self._output_chars))
+        seed = self._seed
+        order = {"environment": {"PYTHONHASHSEED": str(seed)}, "seed": seed, "output_chars": self._output_chars}
+        start = partial(start_isolated, (), ("interpreter",), order, self._limits, self._sandbox)
         try:
-            process.send_orders()
-            process.receive(self._longest_reply, time.monotonic() + START_S)
+            # bubblewrap ends with the thread that has started it, and that of a call ends with the call
+            own, orders = _starter().submit(start).result()
+        except OSError as error:
+            raise InfrastructureError(f"the Python interpreter did not start: {error}") from error
+        process = _Process(own)
+        try:
+            deadline_s = time.monotonic() + START_S
+            process.write(orders + inner_order(order, "seed", "output_chars"), deadline_s)
+            process.receive(self._longest_reply, deadline_s)
         except (OSError, ValueError) as error:
             process.end()
             raise InfrastructureError(f"the Python interpreter did not start: {error!r}") from error
@@ -113,44 +109,29 @@ class Interpreter:
 
 
 class _Process:
-    """A process with two pipes, which are never waited for longer than a deadline.
+    """A process with two pipes, which are never waited for longer than a deadline."""
 
-    Args:
-        process: The process.
-        orders: What it reads first.
-    """
-
-    def __init__(self, process: "subprocess.Popen[bytes]", orders: bytes) -> None:
-        assert process.stdin is not None, "a pipe"
-        assert process.stdout is not None, "a pipe"
-        self._writer, self._reader, self._orders = process.stdin.fileno(), process.stdout.fileno(), orders
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        assert process.stdin is not None and process.stdout is not None, "pipes"  # noqa: PT018
+        self._writer, self._reader = process.stdin.fileno(), process.stdout.fileno()
         for descriptor in (self._writer, self._reader):
             os.set_blocking(descriptor, False)
-        self.end = weakref.finalize(self, _kill, process)
-
-    def send_orders(self) -> None:
-        """Sends the orders of the process."""
-        self._write(self._orders, time.monotonic() + START_S)
+        self.end = weakref.finalize(self, end_isolated, process)
 
     def send(self, frame: Any, deadline_s: float) -> None:
         """Sends a frame; raises TimeoutError after the deadline."""
         data = json.dumps(frame).encode()
-        self._write(len(data).to_bytes(8, "little") + data, deadline_s)
+        self.write(len(data).to_bytes(8, "little") + data, deadline_s)
 
     def receive(self, longest: int, deadline_s: float) -> Any:
-        """Returns the next frame.
-
-        Raises:
-            TimeoutError: The deadline is over.
-            EOFError: The process has ended.
-            ValueError: It is too long, or no JSON.
-        """
+        """Returns the next frame."""
         size = int.from_bytes(self._read(8, deadline_s), "little")
         if size > longest:
             raise ValueError(f"a reply of {size} bytes")
         return json.loads(self._read(size, deadline_s))
 
-    def _write(self, data: bytes, deadline_s: float) -> None:
+    def write(self, data: bytes, deadline_s: float) -> None:
+        """Sends bytes; raises TimeoutError after the deadline."""
         view = memoryview(data)
         while view:
             _wait(self._writer, select.POLLOUT, deadline_s)
@@ -176,50 +157,7 @@ def _wait(descriptor: int, event: int, deadline_s: float) -> None:
         raise TimeoutError
 
 
-def _start(limits: Limits, sandbox: Sandbox, seed: int, output_chars: int) -> tuple["subprocess.Popen[bytes]", bytes]:
-    """Starts an interpreter and returns its process, and the orders that it reads."""
-    order = limits_order(limits, sandbox)
-    inner = order | {"modules": compiled_modules("start", "interpreter"), "seed": seed, "output_chars": output_chars}
-    orders, environment = serialize_order(inner), {"PATH": "/usr/bin:/bin"}
-    if sandbox == "none":
-        command = [sys.executable, *PYTHON]
-        environment["PYTHONHASHSEED"] = str(seed)
-    else:
-        outer = order | {
-            "modules": compiled_modules("start"),
-            "command": inner_command([isolated_python(), *PYTHON], [("PYTHONHASHSEED", str(seed))]),
-            "filter": call_filter(),
-            "filter_descriptor": FILTER_DESCRIPTOR,
-        }
-        command, orders = outer_command(limits), serialize_order(outer) + orders
-    start = partial(
-        subprocess.Popen,
-        [*command, "-c", BOOTSTRAP],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        env=environment,
-        start_new_session=True,
-    )
-    try:
-        # bubblewrap ends with the thread that has started it, and that of a call ends with the call
-        return _starter().submit(start).result(), orders
-    except OSError as error:
-        raise InfrastructureError(f"the Python interpreter did not start: {error}") from error
-
-
 @cache
 def _starter() -> ThreadPoolExecutor:
     """Returns the thread that starts interpreters, which lives as long as this process."""
     return ThreadPoolExecutor(1, "python tool")
-
-
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()

@@ -113,15 +113,7 @@ def _left_padded(token_ids: Sequence[np.ndarray], num_rows: int, length: int) ->
 def sequence_scores(
     params: Params, tokens: Int[Array, "B T"], starts: Int[Array, "B"], *, config: ModelConfig, mesh: Mesh
 ) -> Float[Array, "B"]:
-    """Computes the first label's logit at the last token of each left-padded sequence.
-
-    Args:
-        params: Parameters of a model with a score head.
-        tokens: Left-padded tokens, sharded over the data axes of the mesh.
-        starts: Index of the first token of each sequence.
-        config: Static config of the model.
-        mesh: Static mesh of the parameters.
-    """
+    """Computes the first label's logit at the last token of each left-padded sequence."""
     local = partial(_local_scores, config)
     return jax.shard_map(local, mesh=mesh, in_specs=(PartitionSpec(), ROWS, ROWS), out_specs=ROWS, check_vma=False)(
         params, tokens, starts

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -92,11 +92,7 @@ def resolve_rewards(functions: Any, columns: Sequence[str], processing_classes: 
 
 
 def resolve_weights(weights: Sequence[float] | None, rewards: Sequence[Reward]) -> np.ndarray:
-    """Returns the weight of each reward, [K]; 1 if `weights` is None.
-
-    Raises:
-        ValueError: The number of weights is not the number of rewards.
-    """
+    """Returns the weight of each reward, [K]; 1 if `weights` is None."""
     values = np.ones(len(rewards)) if weights is None else np.asarray(weights, float)
     if values.shape != (len(rewards),):
         raise ValueError(f"reward_weights has {values.size} entries for {len(rewards)} reward functions")
@@ -104,17 +100,7 @@ def resolve_weights(weights: Sequence[float] | None, rewards: Sequence[Reward]) 
 
 
 def check_columns(rewards: Sequence[Reward], columns: Sequence[str], row: Mapping[str, Any], name: str) -> None:
-    """Checks that another dataset has the columns that the rewards take from the training dataset.
-
-    Args:
-        rewards: Rewards of the run.
-        columns: Columns of the training dataset.
-        row: First row of the other dataset.
-        name: Name of the other dataset.
-
-    Raises:
-        ValueError: A column is missing.
-    """
+    """Checks that another dataset has the columns that the rewards take from the training dataset."""
     for reward in rewards:
         if reward.on_device or reward.takes is None:
             continue
@@ -156,25 +142,34 @@ def find_reward(reference: str) -> Any:
 
 
 def _resolve(item: Any, tokenizer: Any, columns: Sequence[str], taken_names: Sequence[str]) -> Reward:
-    if _is_model(item):
+    is_name = isinstance(item, str) and not {"(", ":"} & set(item) and ("/" in item or Path(item).is_dir())
+    if is_name or isinstance(item, Path) or hasattr(item, "hf_config"):  # a reward model that is not loaded or wrapped
         from groupax.rewards.model import RewardModel
 
         item = RewardModel(item, tokenizer)
     found: Any = find_reward(item) if isinstance(item, str) else item
     renamed: Mapping[str, str] = found.columns if isinstance(found, WithColumns) else {}
     function: Any = found.function if isinstance(found, WithColumns) else found
-    if isinstance(function, ModelReward) and not inspect.isfunction(function):
-        return Reward(_unique(function.name, taken_names), function.rewards, on_device=True)
-    if not callable(function):
+    model = function if isinstance(function, ModelReward) and not inspect.isfunction(function) else None
+    if model is None and not callable(function):
         raise ValueError(f"a reward must be a function, a reward model or a name, got {function!r}")
-    name = _unique(_name(function), taken_names)
-    per_completion = _is_per_completion(function)
+    core: Any = function
+    while isinstance(core, functools.partial):
+        core = core.func
+    own = getattr(core, "__name__", type(core).__name__) if model is None else model.name
+    candidates = [own, *(f"{own}_{number}" for number in range(2, len(taken_names) + 3))]
+    name = next(candidate for candidate in candidates if candidate not in taken_names)
+    if model is not None:
+        return Reward(name, model.rewards, on_device=True)
+    called = cast(Callable[..., Any], function)
+    parameters = inspect.signature(called).parameters
+    per_completion = "completion" in parameters and not {"prompts", "completions"} & set(parameters)
     return Reward(
         name,
-        function,
-        takes=_checked_arguments(name, function, columns, per_completion, renamed),
+        called,
+        takes=_checked_arguments(name, called, columns, per_completion, renamed),
         per_completion=per_completion,
-        is_async=_is_async(function),
+        is_async=inspect.iscoroutinefunction(core) or inspect.iscoroutinefunction(type(core).__call__),
         columns=dict(renamed),
     )
 
@@ -190,44 +185,6 @@ def check_setup(function: Callable[..., Any]) -> None:
         function, options = function.func, {**function.keywords, **options}
     if function is code_tests:
         check_sandbox(options.get("sandbox", "bwrap"))
-
-
-def _is_model(item: Any) -> bool:
-    """Returns whether this is a reward model that is not loaded or wrapped yet: a folder, a hub id or a `Model`."""
-    if hasattr(item, "hf_config") or isinstance(item, Path):
-        return True
-    return isinstance(item, str) and "(" not in item and ":" not in item and ("/" in item or Path(item).is_dir())
-
-
-def _name(function: Any) -> str:
-    while hasattr(function, "func"):  # functools.partial
-        function = function.func
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _unique(name: str, taken: Sequence[str]) -> str:
-    candidates = [name, *(f"{name}_{number}" for number in range(2, len(taken) + 3))]
-    return next(candidate for candidate in candidates if candidate not in taken)
-
-
-def _bound_options(function: Any) -> set[str]:
-    """Returns the options that functools.partial has set. A column of the same name does not replace them."""
-    names: set[str] = set()
-    while isinstance(function, functools.partial):
-        names |= set(function.keywords)
-        function = function.func
-    return names
-
-
-def _is_async(function: Any) -> bool:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _is_per_completion(function: Any) -> bool:
-    parameters = inspect.signature(function).parameters
-    return "completion" in parameters and not {"prompts", "completions"} & set(parameters)
 
 
 def _checked_arguments(
@@ -259,6 +216,10 @@ def _checked_arguments(
                 f"{', '.join(sorted(supplied))} by keyword, or a column under another name with "
                 f"with_columns(function, {parameter.name}='column'){nearest(parameter.name, supplied)}"
             )
+    bound: set[str] = set()  # options of functools.partial, which a column of the same name does not replace
+    while isinstance(function, functools.partial):
+        bound |= set(function.keywords)
+        function = function.func
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return None if not _bound_options(function) else frozenset(supplied - _bound_options(function))
-    return frozenset(set(parameters) - _bound_options(function))
+        return frozenset(supplied - bound) if bound else None
+    return frozenset(set(parameters) - bound)

@@ -42,6 +42,7 @@ class RewardRunner:
         settings: How to call them.
 
     Attributes:
+        names: Their names.
         device_lock: Lock to hold while reward models compute.
         groups_per_call: Number of groups in a call if `reward_scope` is "rollout"; None for all.
 
@@ -52,6 +53,7 @@ class RewardRunner:
 
     def __init__(self, rewards: Sequence[Reward], settings: RewardSettings) -> None:
         self.rewards, self.settings = rewards, settings
+        self.names = [reward.name for reward in rewards]
         self.device_lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.groups_per_call: int | None = None
         self._own = _ThreadState()
@@ -118,16 +120,30 @@ class RewardRunner:
         calls, own.calls = own.calls, []
         if self._home in (None, threading.get_ident()):
             self.serve([call for row in calls for call in row])
-        by_reward = self._model_scores(groups)
-        called = self._from_all_processes([[call.result() for call in row] for row in calls], len(parts))
+        by_reward: dict[str, list[Scores]] = {}
+        rollouts = [row for group in groups for row in group]
+        for reward in self.rewards:  # a reward model forms its own batches
+            if reward.on_device and rollouts:
+                with self.device_lock:
+                    returned = reward.function(rollouts)
+                by_reward[reward.name] = _split(checked_scores(reward.name, returned, rollouts), groups)
+        called = [[call.result() for call in row] for row in calls]
+        if processes.num_processes() > 1:
+            shares = [iter(share) for share in processes.all_gather_object(called)]
+            called = [next(shares[index % len(shares)]) for index in range(len(parts))]
         for number, reward in enumerate(self._functions):
             scores: dict[int, Scores] = {}
             for part, row in zip(parts, called, strict=True):
                 scores |= zip(part, _split(row[number], [groups[index] for index in part]), strict=True)
             by_reward[reward.name] = [scores[index] for index in range(len(groups))]
         by_group = [[by_reward[reward.name][index] for reward in self.rewards] for index in range(len(groups))]
-        if self.settings.reward_errors == "raise":
-            self._raise_failures(by_group)
+        for index, row in enumerate(by_group if self.settings.reward_errors == "raise" else ()):
+            for reward, score in zip(self.rewards, row, strict=True):
+                if score.error:
+                    raise RewardError(
+                        f"the reward function {reward.name!r} failed in step {self.state.step + 1}, group {index} "
+                        f"(reward_errors is 'raise'):\n{score.error}"
+                    )
         return by_group
 
     def serve(self, until: "Sequence[concurrent.futures.Future[Any]]") -> None:
@@ -146,13 +162,13 @@ class RewardRunner:
         if self._supervisor is not None:
             self._supervisor.close()
             self._supervisor = None
-        self._main_thread.close()
 
     def _start_calls(self, rollouts: list[Rollout]) -> None:
         with self._starting:
             if self._supervisor is None:
                 self._supervisor = Supervisor(self.settings, self._main_thread, self._has_workers)
-        calls = [self._supervisor.submit(reward, rollouts, self.state) for reward in self._functions]
+        state = self._own.trainer_state
+        calls = [self._supervisor.submit(reward, rollouts, state) for reward in self._functions]
         self._own.calls.append(calls)
         for call in calls:
             self._running.add(call)
@@ -160,34 +176,8 @@ class RewardRunner:
 
     def _is_ours(self, index: int) -> bool:
         """Returns whether this process makes the calls of this index."""
-        return index % processes.num_processes() == processes.process_index()
-
-    def _from_all_processes(self, called: list[list[Scores]], num_calls: int) -> list[list[Scores]]:
-        """Returns the scores of the calls in all processes, in their order."""
-        if processes.num_processes() == 1:
-            return called
-        shares = [iter(share) for share in processes.all_gather_object(called)]
-        return [next(shares[index % len(shares)]) for index in range(num_calls)]
-
-    def _model_scores(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, list[Scores]]:
-        """Returns the scores of reward models by name and group. Each is called once, as it forms its own batches."""
-        rollouts = [row for group in groups for row in group]
-        scores: dict[str, list[Scores]] = {}
-        for reward in self.rewards:
-            if reward.on_device and rollouts:
-                with self.device_lock:
-                    returned = reward.function(rollouts)
-                scores[reward.name] = _split(checked_scores(reward.name, returned, rollouts), groups)
-        return scores
-
-    def _raise_failures(self, by_group: Sequence[Sequence[Scores]]) -> None:
-        for index, scores in enumerate(by_group):
-            for reward, score in zip(self.rewards, scores, strict=True):
-                if score.error:
-                    raise RewardError(
-                        f"the reward function {reward.name!r} failed in step {self.state.step + 1}, group {index} "
-                        f"(reward_errors is 'raise'):\n{score.error}"
-                    )
+        num = processes.num_processes()
+        return num == 1 or index % num == processes.process_index()
 
 
 def _split(scores: Scores, groups: Sequence[Sequence[Rollout]]) -> list[Scores]:

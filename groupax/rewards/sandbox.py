@@ -87,14 +87,14 @@ def passes(
     """
     check_sandbox(sandbox)
     token = secrets.token_hex(16).encode()
-    order = _order(limits, sandbox) | {
+    order = {
         "solution": solution,
         "tests": tests,
         "stub": [(source, list(names)) for source, names in stub],
         "entry_point": entry_point,
         "token": token,
     }
-    return _run(order, limits, sandbox) == (token, "")
+    return _verdict(order, limits, sandbox) == (token, "")
 
 
 def check_sandbox(sandbox: Sandbox = "bwrap") -> None:
@@ -110,17 +110,73 @@ def check_sandbox(sandbox: Sandbox = "bwrap") -> None:
 @cache
 def _check_bubblewrap(_executable: str) -> None:
     """Runs an empty solution, whose error messages can be trusted."""
-    token, limits = b"works", Limits(seconds=30.0)
-    order = _order(limits, "bwrap") | {"solution": "", "tests": "", "stub": [], "entry_point": "", "token": token}
-    written, errors = _run(order | {"shows_errors": True}, limits, "bwrap")
-    if written != token:
+    order = {"solution": "", "tests": "", "stub": [], "entry_point": "", "token": b"works", "shows_errors": True}
+    written, errors = _verdict(order, Limits(seconds=30.0), "bwrap")
+    if written != b"works":
         raise RunError(f"bubblewrap cannot set up the sandbox of code_tests here: {errors or 'it printed no message'}")
 
 
-def limits_order(limits: Limits, sandbox: Sandbox) -> dict[str, Any]:
-    """Returns the part of a process's order that `isolated.start.apply_limits` applies."""
+def _verdict(order: dict[str, Any], limits: Limits, sandbox: Sandbox) -> tuple[bytes, str]:
+    """Runs tests and returns the output of their process, and error messages if the order shows them.
+
+    At the deadline all processes are killed, and the output is empty.
+    """
+    shows_errors = order.setdefault("shows_errors", False)
+    # files, not pipes, so that the limit on file sizes also limits the output
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process, orders = start_isolated(
+            ("protocol", "test_process"),
+            ("protocol", "solution_process"),
+            order,
+            limits,
+            sandbox,
+            stdout=out,
+            stderr=err if shows_errors else subprocess.DEVNULL,
+            cwd=folder if sandbox == "none" else "/",
+        )
+        try:
+            process.communicate(orders, timeout=limits.seconds)
+        except subprocess.TimeoutExpired:
+            return b"", "it timed out"
+        finally:
+            end_isolated(process)
+        out.seek(0)
+        err.seek(0)
+        return out.read(MAX_OUTPUT_BYTES), err.read(MAX_OUTPUT_BYTES).decode(errors="replace").strip()
+
+
+def start_isolated(
+    outer: Sequence[str],
+    inner: Sequence[str],
+    order: dict[str, Any],
+    limits: Limits,
+    sandbox: Sandbox,
+    cwd: str = "/",
+    stdout: Any = subprocess.PIPE,
+    stderr: Any = subprocess.DEVNULL,
+) -> "tuple[subprocess.Popen[bytes], bytes]":
+    """Starts a trusted process in a sandbox, which starts an untrusted one in a sandbox of its own.
+
+    Args:
+        outer: Modules of the trusted process, after `isolated.start`; the last one has its `main`.
+        inner: Those of the untrusted one.
+        order: Further contents of the trusted process's order, which is completed.
+        limits: Limits of both processes.
+        sandbox: "none" runs both with this process's permissions.
+        cwd, stdout, stderr: Folder and streams of the trusted process.
+
+    Returns:
+        The process, and what it must be sent first.
+    """
     is_root, is_isolated = os.geteuid() == 0, sandbox == "bwrap"
-    return {
+    python = str(Path(sys.executable).resolve()) if is_isolated else sys.executable  # the sandbox has no venv
+    command, trusted = [python, "-I", "-S"], [python, "-I", "-S"]
+    if is_isolated:
+        tmp = ("--perms", "1777", "--size", str(limits.file_bytes), "--tmpfs", "/tmp")
+        trusted = [*_bubblewrap(_bwrap(), tmp, is_inner=False), *trusted]
+        command = [*_bubblewrap(_bwrap(), ("--bind", "/tmp", "/tmp"), is_inner=True), python, "-P", "-s", "-S"]
+    order |= {
+        "environment": order.get("environment", {}),
         "user": next(_USERS) if is_isolated and is_root else 0,
         "cpu_seconds": max(1, round(limits.seconds)),
         "memory_bytes": limits.memory_bytes,
@@ -128,86 +184,41 @@ def limits_order(limits: Limits, sandbox: Sandbox) -> dict[str, Any]:
         "num_files": limits.num_files,
         # without a sandbox, other threads of this user would count
         "num_processes": limits.num_processes + (0 if is_root else _num_tasks()) if is_isolated else 0,
-        "paths": _packages(sys.base_prefix if is_isolated else sys.prefix),
-    }
-
-
-def inner_command(python: Sequence[str], environment: Sequence[tuple[str, str]] = ()) -> list[str]:
-    """Returns the command of an untrusted process, for a process that is in a sandbox.
-
-    Args:
-        python: Command of the interpreter.
-        environment: Variables of its environment.
-    """
-    *command, end = _bubblewrap(_bwrap(), ("--bind", "/tmp", "/tmp"), is_inner=True)
-    return [*command, *(word for name, value in environment for word in ("--setenv", name, value)), end, *python]
-
-
-def outer_command(limits: Limits) -> list[str]:
-    """Returns the command that starts a trusted process in a sandbox."""
-    tmp = ("--perms", "1777", "--size", str(limits.file_bytes), "--tmpfs", "/tmp")
-    return [*_bubblewrap(_bwrap(), tmp, is_inner=False), isolated_python(), "-I", "-S"]
-
-
-def _order(limits: Limits, sandbox: Sandbox) -> dict[str, Any]:
-    """Returns the settings of both processes."""
-    is_isolated = sandbox == "bwrap"
-    python = [isolated_python() if is_isolated else sys.executable, "-I", "-S"]
-    return limits_order(limits, sandbox) | {
-        "modules": compiled_modules("start", "protocol", "test_process"),
-        "solution_modules": compiled_modules("start", "protocol", "solution_process"),
-        "command": inner_command(python) if is_isolated else python,
-        "filter": call_filter() if is_isolated else b"",
+        "paths": site.getsitepackages([sys.base_prefix if is_isolated else sys.prefix]),
+        "modules": _compiled_modules("start", *outer),
+        "inner_modules": _compiled_modules("start", *inner),
+        "command": command,
+        "filter": filter_program(platform.machine()) if is_isolated else b"",
         "filter_descriptor": FILTER_DESCRIPTOR,
         "is_watched": is_isolated,
-        "shows_errors": False,
     }
+    process = subprocess.Popen(
+        [*trusted, "-c", BOOTSTRAP],
+        stdin=subprocess.PIPE,
+        env={"PATH": "/usr/bin:/bin"},
+        start_new_session=True,
+        cwd=cwd,
+        stdout=stdout,
+        stderr=stderr,
+    )
+    return process, serialize_order(order)
 
 
-def _run(order: dict[str, Any], limits: Limits, sandbox: Sandbox) -> tuple[bytes, str]:
-    """Runs an order and returns the output of the test process, and error messages if the order shows them.
-
-    At the deadline all processes are killed, and the output is empty.
-    """
-    with contextlib.ExitStack() as stack:
-        folder = "/"
-        if sandbox == "none":
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            command = [sys.executable, "-I", "-S"]
-        else:
-            command = outer_command(limits)
-        # files, not pipes, so that the limit on file sizes also limits the output
-        out = stack.enter_context(tempfile.TemporaryFile())
-        err = stack.enter_context(tempfile.TemporaryFile()) if order["shows_errors"] else None
-        process = subprocess.Popen(
-            [*command, "-c", BOOTSTRAP],
-            stdin=subprocess.PIPE,
-            stdout=out,
-            stderr=subprocess.DEVNULL if err is None else err,
-            cwd=folder,
-            env={"PATH": "/usr/bin:/bin"},
-            start_new_session=True,
-        )
-        try:
-            process.communicate(serialize_order(order), timeout=limits.seconds)
-        except subprocess.TimeoutExpired:
-            return b"", "it timed out"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-        out.seek(0)
-        if err is not None:
-            err.seek(0)
-        message = "" if err is None else err.read(MAX_OUTPUT_BYTES).decode(errors="replace").strip()
-        return out.read(MAX_OUTPUT_BYTES), message
+def end_isolated(process: "subprocess.Popen[bytes]") -> None:
+    """Kills a process of `start_isolated` and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
 
 
 @cache
 def _bubblewrap(executable: str, tmp: tuple[str, ...], is_inner: bool) -> list[str]:
     """Returns the command that creates a sandbox, with these options for its /tmp."""
-    command = [executable, *NAMESPACES, "--die-with-parent", "--new-session", "--clearenv"]
-    command += ["--setenv", "PATH", "/usr/bin:/bin"]
+    command = [executable, *NAMESPACES, "--die-with-parent", "--new-session"]
     if os.geteuid() != 0:
         command += ["--unshare-user", "--cap-drop", "ALL"]
     for folder in SYSTEM_FOLDERS:
@@ -238,31 +249,13 @@ def _bwrap() -> str:
 
 
 @cache
-def _packages(prefix: str) -> list[str]:
-    """Returns the folders of an installation's packages, which `site` would find slowly in each process."""
-    return site.getsitepackages([prefix])
-
-
-@cache
-def call_filter() -> bytes:
-    """Returns the filter of system calls of untrusted processes on this machine."""
-    return filter_program(platform.machine())
-
-
-@cache
-def compiled_modules(*names: str) -> list[tuple[str, Any]]:
+def _compiled_modules(*names: str) -> list[tuple[str, Any]]:
     """Returns compiled modules of `isolated` in the order of their imports; the last one has the process's `main`."""
     folder, package = Path(__file__).parent / "isolated", "groupax.rewards.isolated"
     return [
         (f"{package}.{name}", compile((folder / f"{name}.py").read_text(), f"{name}.py", "exec", dont_inherit=True))
         for name in names
     ]
-
-
-@cache
-def isolated_python() -> str:
-    """Returns the interpreter outside of any virtual environment, as the sandbox has only its folder."""
-    return str(Path(sys.executable).resolve())
 
 
 def _num_tasks() -> int:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from groupax.rewards.contract import Scores, rewards_by_name
+from groupax.rewards.contract import Scores
 from groupax.rewards.runner import RewardRunner
-from groupax.types import Rollout, Turn
+from groupax.types import Rollout
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,36 +62,33 @@ def score_groups(sampled: Iterable[list[Rollout]], runner: RewardRunner) -> Scor
                 errors.setdefault(name, score.error)
             for metric, value in score.metrics.items():
                 logged.setdefault(metric, []).append(value)
-    scored = [_with_scores(group, names, scores) for group, scores in zip(groups, results, strict=True)]
+    scored = [
+        _with_scores(group, dict(zip(names, scores, strict=True)))
+        for group, scores in zip(groups, results, strict=True)
+    ]
     scored.sort(key=lambda group: group[0].prompt_index)
     return Scored(scored, failures, errors, logged, sampled_s - started_s, scored_s - sampled_s)
 
 
-def _with_scores(group: Sequence[Rollout], names: Sequence[str], scores: Sequence[Scores]) -> list[Rollout]:
-    matrix = np.stack([score.values for score in scores], axis=1)  # (G, K)
-    # an episode whose environment failed is not compared with the others
-    matrix[[row.is_failure for row in group]] = np.nan
-    by_turn = {name: score.by_turn for name, score in zip(names, scores, strict=True)}
-    extra = {column: values for score in scores for column, values in score.extra.items()}
-    return [
-        replace(
-            row,
-            rewards=rewards_by_name(names, matrix[index]),
-            turns=_with_rewards(row, {name: values[index] for name, values in by_turn.items()}),
-            advantage=0.0,
-            environment=None,
-            extra={column: values[index] for column, values in extra.items() if index < len(values)},
+def _with_scores(group: Sequence[Rollout], scores: Mapping[str, Scores]) -> list[Rollout]:
+    extra = {column: values for score in scores.values() for column, values in score.extra.items()}
+    rows = []
+    for index, row in enumerate(group):
+        # an episode whose environment failed is not compared with the others
+        values = {name: np.nan if row.is_failure else score.values[index] for name, score in scores.items()}
+        by_turn = {name: score.by_turn[index] for name, score in scores.items()}
+        by_turn = {} if row.is_failure else {name: each for name, each in by_turn.items() if each is not None}
+        rows.append(
+            replace(
+                row,
+                rewards={name: None if np.isnan(value) else float(value) for name, value in values.items()},
+                turns=tuple(
+                    replace(turn, rewards={name: each[number] for name, each in by_turn.items()}) if by_turn else turn
+                    for number, turn in enumerate(row.turns)
+                ),
+                advantage=0.0,
+                environment=None,
+                extra={column: each[index] for column, each in extra.items() if index < len(each)},
+            )
         )
-        for index, row in enumerate(group)
-    ]
-
-
-def _with_rewards(row: Rollout, by_turn: Mapping[str, tuple[float, ...] | None]) -> tuple[Turn, ...]:
-    """Returns the turns with the rewards of the functions that gave one for each of them."""
-    known = {name: values for name, values in by_turn.items() if values is not None}
-    if not known or row.is_failure:
-        return row.turns
-    return tuple(
-        replace(turn, rewards={name: values[index] for name, values in known.items()})
-        for index, turn in enumerate(row.turns)
-    )
+    return rows

@@ -10,6 +10,7 @@ those of `asm/unistd_64.h` (x86-64) and `asm-generic/unistd.h` (aarch64).
 
 import errno
 import struct
+from functools import cache
 
 from groupax.errors import RunError
 
@@ -60,6 +61,7 @@ LOAD, EQUALS, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 
 
+@cache
 def filter_program(machine: str) -> bytes:
     """Returns the program for a machine as `platform.machine()` names it, an array of `struct sock_filter`.
 

@@ -1,7 +1,8 @@
 """Collects experience: groups of completions with rewards, advantages and log-probs, for updates to train on."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+import itertools
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from groupax.config import GRPOConfig
 from groupax.data.examples import visit_order
 from groupax.data.prompts import PromptSet
 from groupax.engine.sequence import PolicySampler, Sampler
-from groupax.episodes.play import play_episodes
+from groupax.episodes.play import Prompts, play_episodes
 from groupax.episodes.record import Record
 from groupax.episodes.rules import Rules
 from groupax.errors import RewardError, RunError, is_out_of_memory
@@ -23,21 +24,27 @@ from groupax.metrics.completions import (
     episode_metrics,
     logged_metrics,
     reward_metrics,
-    scoring_metrics,
     solved_metrics,
     trl_zero_std_frac,
     with_logged,
 )
-from groupax.objective.advantages import Advantages
+from groupax.objective.advantages import (
+    Advantages,
+    clipped_sum,
+    find_advantage_estimator,
+    group_advantages,
+    return_advantages,
+    with_penalty,
+)
 from groupax.parallel import processes
-from groupax.rewards.contract import reward_matrix
+from groupax.rewards.contract import reward_matrix, turn_reward_matrices
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
-from groupax.rollouts.rows import advantages_of, minibatches_of, with_advantages
 from groupax.rollouts.state import Cursor, Experience, Group, UpdateSchedule
+from groupax.settings.objective import AdvantageSettings, MaskSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.training.adapters import PolicyLearner
-from groupax.types import Metrics, Row, TrainerState
+from groupax.types import TRUNCATIONS, Branch, FinishReason, Metrics, Rollout, Row, TrainerState
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +59,7 @@ class Episodes:
 
     tokenizer: Any
     rules: Rules
-    records: Callable[[], Path | None]
+    records: Callable[[], Path | None] = lambda: None
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +75,8 @@ class Scoring:
 
     runner: RewardRunner
     weights: np.ndarray
-    correctness_reward: str | None
-    num_steps: int
+    correctness_reward: str | None = None
+    num_steps: int = 0
 
 
 @dataclass(eq=False)
@@ -96,6 +103,11 @@ class Collector:
     scoring: Scoring
     emit: Emit = ignore
 
+    def __post_init__(self) -> None:
+        self.params, self.masked_ends = sampling_params(self.args), masked_ends(self.args)
+        self.num_prompts = len(self.prompts)
+        self.prompts_per_epoch = self.schedule.prompts_per_epoch(self.num_prompts)
+
     def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
         """Returns a rollout by the learner's policy, ready for updates.
 
@@ -118,6 +130,7 @@ class Collector:
         """
         filters, wanted = self.args.filter_zero_variance, self.schedule.prompts_per_rollout
         budget = int(wanted * self.args.filter_budget) if filters else wanted
+        runner = self.scoring.runner
         kept: list[Group] = []
         flat: list[Group] = []  # without signal
         rounds: list[Scored] = []
@@ -125,15 +138,23 @@ class Collector:
             first = len(kept) + len(flat)
             count = min(wanted - len(kept), budget - first)
             completions = self.sample(sampler, cursor, policy_version, first, count)
-            scored = self.score(completions, cursor, count)
+            runner.state = self.trainer_state(cursor)
+            with closing(completions):  # rewards are computed while further groups are sampled
+                scored = score_groups(counted(completions, self.emit, "sampling", count, "scoring"), runner)
             rounds.append(scored)
             for group in scored.groups:
                 (flat if filters and self.advantages([group]).zero_std[0] else kept).append(group)
         num_filled = wanted - len(kept)
         trained, dropped = kept + flat[:num_filled], flat[num_filled:]
         groups = with_advantages(trained, self.advantages(trained)) + dropped
-        self._stop_if_a_reward_never_works(rounds, cursor)
-        metrics = scoring_metrics(rounds)
+        if any(scored.errors for scored in rounds):
+            self._stop_if_a_reward_never_works(rounds, cursor)
+        metrics: Metrics = {
+            "time/rollout_s": sum(scored.rollout_s for scored in rounds),
+            "time/reward_s": sum(scored.reward_s for scored in rounds),
+        }
+        for name in runner.names:
+            metrics[f"rewards/{name}/failures"] = float(sum(scored.failures[name] for scored in rounds))
         if filters:
             metrics |= {
                 "filter/sampled_prompts": float(len(groups)),
@@ -143,6 +164,8 @@ class Collector:
             }
         errors = {name: error for scored in reversed(rounds) for name, error in scored.errors.items()}
         experience = self.experience(groups, cursor, metrics, errors)
+        if not any(scored.logged for scored in rounds):
+            return experience
         return replace(experience, metrics=with_logged(experience.metrics, logged_metrics(rounds)))
 
     def sample(
@@ -154,22 +177,25 @@ class Collector:
             RunError: The devices have too little memory.
         """
         visited = self.visited(cursor.num_prompts + first, count)
-        record = self.record(cursor.num_rollouts)
+        prompts, episodes = self.prompts, self.episodes
+        record = self.record(cursor.num_rollouts) if episodes.rules.has_turns else None
         groups = play_episodes(
             sampler,
-            self.episodes.tokenizer,
-            [self.prompts.examples[i] for i in visited],
-            [self.prompts.token_ids[i] for i in visited],
-            sampling_params(self.args),
-            step=cursor.num_rollouts,
-            policy_version=policy_version,
-            first_prompt=first,
-            rules=self.episodes.rules,
-            record=record,
-            images=self.prompts.images_of(visited),
+            episodes.tokenizer,
+            Prompts(
+                [prompts.examples[index] for index in visited],
+                [prompts.token_ids[index] for index in visited],
+                () if prompts.images is None else prompts.images_of(visited),
+                first,
+            ),
+            self.params,
+            cursor.num_rollouts,
+            policy_version,
+            episodes.rules,
+            record,
         )
         try:
-            with closing(record), closing(groups):  # on an error too, which keeps them: servers would go on
+            with closing(record) if record else nullcontext(), closing(groups):  # on an error too: servers would go on
                 yield from groups
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
@@ -180,17 +206,11 @@ class Collector:
                 f"kv_cache_gb (now {args.kv_cache_gb}). The devices say:\n{error}"
             ) from error
 
-    def score(self, groups: Generator[Group, None, None], cursor: Cursor, count: int) -> Scored:
-        """Returns groups with their rewards, which are computed while further ones are sampled."""
-        self.scoring.runner.state = self.trainer_state(cursor)
-        with closing(groups):
-            return score_groups(counted(groups, self.emit, "sampling", count, "scoring"), self.scoring.runner)
-
     def advantages(self, groups: Sequence[Group], penalty: np.ndarray | None = None) -> Advantages:
         """Returns the advantages of groups by their rewards, minus a penalty of each completion if there is one."""
         rows = [row for group in groups for row in group]
         weights, num_generations = self.scoring.weights, self.args.num_generations
-        return advantages_of(rows, self._reward_names, weights, num_generations, self.args, penalty)
+        return advantages_of(rows, self.scoring.runner.names, weights, num_generations, self.args, penalty)
 
     def with_logprobs(self, experience: Experience, cursor: Cursor, num_wanted: int) -> Experience:
         """Returns a rollout with its minibatches and the log-probs of the reference and of the present policy.
@@ -238,16 +258,27 @@ class Collector:
 
     def visited(self, first: int, count: int) -> list[int]:
         """Returns the indices of the examples at these positions of the run."""
-        num, args = len(self.prompts), self.args
-        return visit_order(num, first, count, args.seed, args.prompt_order, self.schedule.prompts_per_epoch(num))
+        args = self.args
+        return visit_order(self.num_prompts, first, count, args.seed, args.prompt_order, self.prompts_per_epoch)
 
     def cut(self, groups: Sequence[Group]) -> list[list[Row]]:
-        """Cuts a rollout into minibatches."""
-        return minibatches_of(groups, self.schedule.rows, self.args, self.args.rollout_correction != "none")
+        """Cuts a rollout into minibatches of rows; those of one prompt share a number and its computation."""
+        size, with_sampler_logps = self.schedule.rows, self.args.rollout_correction != "none"
+        episodes: list[list[Row]] = []
+        numbers: dict[tuple[int, bytes], int] = {}
+        for index, group in enumerate(groups):
+            for rollout in group:
+                prompts = [each.prompt_ids.tobytes() for each in (rollout, *rollout.branches)]
+                number, *others = [numbers.setdefault((index, prompt), len(numbers)) for prompt in prompts]
+                row = row_of(rollout, number, self.masked_ends, with_sampler_logps)
+                further = zip(rollout.branches, others, strict=True)
+                episodes.append([row, *(row_of_branch(*each, row, rollout.advantage) for each in further)])
+        minibatches = [episodes[start : start + size] for start in range(0, len(episodes), size)]
+        return [[row for rows in minibatch for row in rows] for minibatch in minibatches]
 
     def trainer_state(self, cursor: Cursor) -> TrainerState:
         """Returns the state of the run for reward functions."""
-        return TrainerState(cursor.step, self.scoring.num_steps, cursor.num_prompts / len(self.prompts))
+        return TrainerState(cursor.step, self.scoring.num_steps, cursor.num_prompts / self.num_prompts)
 
     def record(self, number: int, is_closed: bool = False) -> Record:
         """Returns the record of a rollout's calls, of which a closed one is all that is ever answered."""
@@ -258,44 +289,35 @@ class Collector:
     def experience(
         self, groups: list[Group], cursor: Cursor, metrics: Metrics, errors: Mapping[str, str]
     ) -> Experience:
-        """Returns groups as a rollout with its metrics, without log-probs."""
-        rows = [row for group in groups for row in group]
+        """Returns groups as a rollout, without log-probs, with the metrics of completions, rewards and episodes."""
+        rows, names = [row for group in groups for row in group], self.scoring.runner.names
+        advantages, args, rules = self.advantages(groups), self.args, self.episodes.rules
+        own_metrics = episode_metrics(rows) if rules.has_turns else {}
+        # what failed by no fault of the model counts nowhere else
+        counted = [row for row in rows if not row.is_failure]
+        own_metrics |= completion_metrics(counted) | reward_metrics(names, reward_matrix(names, counted), advantages)
+        if args.metric_definitions == "trl":
+            own_metrics |= trl_zero_std_frac(advantages, args.scale_rewards, args.multi_objective_aggregation)
+        if reward := self.scoring.correctness_reward:
+            own_metrics |= solved_metrics(np.array([[row.rewards[reward] for row in group] for group in groups], float))
+        for adapter in rules.adapters if rules.templates is None else ():  # programs ask several for one answer
+            own = [group for group in groups if group[0].adapter == adapter]
+            if own:
+                rewards = reward_matrix(names, [row for group in own for row in group if not row.is_failure])
+                of_adapter = reward_metrics(names, rewards, self.advantages(own))
+                own_metrics[f"adapters/{adapter}/reward"] = of_adapter["reward"]
+        metrics = own_metrics | metrics | {"epoch": (cursor.num_prompts + len(groups)) / self.num_prompts}
         num_new = sum(row.num_sampled_tokens for row in rows)
         num_tokens = num_new + sum(len(each.prompt_ids) for row in rows for each in (row, *row.branches))
-        metrics = self.rollout_metrics(groups) | metrics
-        metrics["epoch"] = (cursor.num_prompts + len(groups)) / len(self.prompts)
         if metrics["time/rollout_s"]:
             metrics["rollout/tokens_per_s"] = num_new / metrics["time/rollout_s"]
         metrics["num_tokens"] = float(cursor.num_tokens + num_tokens)  # final in `with_logprobs`; no reward may log it
         return Experience(groups, metrics, errors, cursor.num_prompts, num_tokens)
 
-    def rollout_metrics(self, groups: Sequence[Group]) -> Metrics:
-        """Returns the metrics of completions, their rewards and their episodes."""
-        rows, names = [row for group in groups for row in group], self._reward_names
-        advantages, args, rules = self.advantages(groups), self.args, self.episodes.rules
-        metrics = episode_metrics(rows) if rules.has_turns else {}
-        # what failed by no fault of the model counts nowhere else
-        counted = [row for row in rows if not row.is_failure]
-        metrics |= completion_metrics(counted) | reward_metrics(names, reward_matrix(names, counted), advantages)
-        if args.metric_definitions == "trl":
-            metrics |= trl_zero_std_frac(advantages, args.scale_rewards, args.multi_objective_aggregation)
-        if reward := self.scoring.correctness_reward:
-            metrics |= solved_metrics(np.array([[row.rewards[reward] for row in group] for group in groups], float))
-        for adapter in rules.adapters if rules.templates is None else ():  # programs ask several for one answer
-            own = [group for group in groups if group[0].adapter == adapter]
-            if own:
-                rewards = reward_matrix(names, [row for group in own for row in group if not row.is_failure])
-                metrics[f"adapters/{adapter}/reward"] = reward_metrics(names, rewards, self.advantages(own))["reward"]
-        return metrics
-
-    @property
-    def _reward_names(self) -> list[str]:
-        return [reward.name for reward in self.scoring.runner.rewards]
-
     def _stop_if_a_reward_never_works(self, rounds: Sequence[Scored], cursor: Cursor) -> None:
         """Raises a RewardError if a reward function failed for all completions, since it or its service is broken."""
         num_completions = sum(len(group) for scored in rounds for group in scored.groups)
-        for name in self._reward_names:
+        for name in self.scoring.runner.names:
             if sum(scored.failures[name] for scored in rounds) == num_completions:
                 error = next(scored.errors[name] for scored in rounds if name in scored.errors)
                 is_first = cursor.num_rollouts == 0
@@ -309,6 +331,88 @@ class Collector:
 def sampling_params(args: GRPOConfig) -> SamplingParams:
     """Returns the sampling parameters of rollouts."""
     return args.part(SamplingParams, n=args.num_generations, max_tokens=args.max_completion_length)
+
+
+def advantages_of(
+    rollouts: Sequence[Rollout],
+    names: Sequence[str],
+    weights: np.ndarray,
+    num_generations: int,
+    settings: AdvantageSettings | Any,
+    penalty: np.ndarray | None = None,
+) -> Advantages:
+    """Returns the advantages of completions by their rewards."""
+    if settings.turn_credit == "returns":
+        matrices = turn_reward_matrices(names, rollouts)
+        return return_advantages(matrices, weights, num_generations, settings.scale_rewards, settings.turn_discount)
+    rewards = reward_matrix(names, rollouts)
+    totals = np.where(np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards * weights, axis=1))
+    if settings.reward_clip_range is not None:
+        rewards, weights = clipped_sum(rewards, weights, *settings.reward_clip_range), np.ones(1)
+    if penalty is not None:
+        rewards, weights = with_penalty(rewards, penalty), np.append(weights, 1.0)
+    scale, aggregation = settings.scale_rewards, settings.multi_objective_aggregation
+    named = settings.advantage_estimator
+    estimator = None if named == "grpo" else find_advantage_estimator(named)
+    advantages = group_advantages(rewards, weights, num_generations, scale, aggregation, estimator)
+    return replace(advantages, rewards=totals)
+
+
+def with_advantages(groups: Sequence[Group], advantages: Advantages) -> list[Group]:
+    """Returns groups whose completions have these advantages, in their order."""
+    values, of_turns = iter(advantages.values.tolist()), advantages.turns
+    turns = itertools.repeat(None) if of_turns is None else (tuple(own.tolist()) for own in of_turns)
+    return [[replace(row, advantage=next(values), turn_advantages=next(turns)) for row in group] for group in groups]
+
+
+def masked_ends(settings: MaskSettings) -> Collection[FinishReason]:
+    """Returns the ends of completions that do not count in the loss."""
+    ends = settings.mask_truncated_completions
+    return (TRUNCATIONS if ends else ()) if isinstance(ends, bool) else ends
+
+
+def row_of(rollout: Rollout, group: int, masked_ends: Collection[FinishReason], with_sampler_logps: bool) -> Row:
+    """Returns a scored completion as a row, without the log-probs that the trainer computes.
+
+    A token that was sampled has the advantage of its turn, or else that of the episode, and all others have 0.
+    """
+    counts = not rollout.is_failure and rollout.finish_reason not in masked_ends
+    advantages = np.full(len(rollout.completion_ids), rollout.advantage, np.float32)
+    if rollout.turn_advantages is not None:
+        advantages[:] = 0.0
+        for turn, advantage in zip(rollout.turns, rollout.turn_advantages, strict=True):
+            advantages[turn.start : turn.end] = advantage
+    return Row(
+        group=group,
+        prompt=rollout.prompt_ids,
+        completion=rollout.completion_ids,
+        mask=rollout.mask & counts,
+        advantages=np.where(rollout.mask, advantages, np.float32(0.0)),
+        rollout_logp=rollout.policy_logps,
+        policy_version=rollout.policy_version,
+        sampler_logp=rollout.sampler_logps if with_sampler_logps else None,
+        experts=rollout.experts,
+        is_failure=rollout.is_failure,
+        adapter=rollout.adapter,
+        images=rollout.images,
+    )
+
+
+def row_of_branch(branch: Branch, group: int, row: Row, advantage: float) -> Row:
+    """Returns a further stream of an episode as a row."""
+    return replace(
+        row,
+        group=group,
+        prompt=branch.prompt_ids,
+        completion=branch.completion_ids,
+        mask=branch.mask & bool(row.mask.any()),
+        advantages=np.where(branch.mask, np.float32(advantage), np.float32(0.0)),
+        rollout_logp=branch.policy_logps,
+        sampler_logp=None if row.sampler_logp is None else branch.sampler_logps,
+        experts=None,
+        is_branch=True,
+        adapter=branch.adapter,
+    )
 
 
 def _with(rows: Sequence[Row], name: str, values: Sequence[np.ndarray]) -> list[Row]:

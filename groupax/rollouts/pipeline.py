@@ -87,7 +87,7 @@ class Pipeline:
                 thread.join(0.05)
         self._jobs.clear()
         self._threads.clear()
-        self.collector.learner.device_lock, self.collector.scoring.runner.device_lock = None, nullcontext()
+        self.collector.learner.device_lock = self.collector.scoring.runner.device_lock = nullcontext()
 
     def begin(self, cursor: Cursor) -> None:
         """Starts all rollouts that the current policy samples, and those that restored policies sample."""

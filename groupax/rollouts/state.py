@@ -74,20 +74,24 @@ class Experience:
         indices = [[None if row.is_branch else next(numbers) for row in rows] for rows in self.minibatches]
         return [each for index in self._next(num) for each in indices[index]]
 
-    def after(self, logps: Sequence[np.ndarray], num: int = 1) -> "Experience":
-        """Returns the rollout after an update on the next minibatches.
+    def after(self, logps: Sequence[np.ndarray], num_passes: int, num: int = 1) -> "Experience | None":
+        """Returns the rollout after an update on the next minibatches; None if all passes over it are made.
 
         Args:
             logps: Log-probs of their rows before the update, [T] each; those of the old policy from now on.
+            num_passes: Number of passes over the rollout.
             num: Number of minibatches.
         """
+        num_used = self.num_used + num
+        if num_used >= num_passes * len(self.minibatches):
+            return None
         minibatches, logps_left = list(self.minibatches), iter(logps)
         for index in self._next(num):
             rows = minibatches[index]
             own = [next(logps_left) for _ in rows]
             if rows[0].old_logp is None:
                 minibatches[index] = [replace(row, old_logp=logp) for row, logp in zip(rows, own, strict=True)]
-        return replace(self, minibatches=minibatches, num_used=self.num_used + num)
+        return replace(self, minibatches=minibatches, num_used=num_used)
 
     def _next(self, num: int) -> list[int]:
         return [(self.num_used + index) % len(self.minibatches) for index in range(num)]

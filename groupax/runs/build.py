@@ -423,7 +423,7 @@ def sampler_for(args: GRPOConfig, model: Model, engine: Engine, params: Params, 
     """Returns what samples rollouts: the engine, or servers that start with the weights `params`."""
     if not args.rollout_servers:
         return engine
-    from groupax.serve.client import BroadcastSampler, RemoteSampler
+    from groupax.serve.client import RemoteSampler
     from groupax.serve.dialects import WeightsFolder
 
     shared, key = None, os.environ.get(env.API_KEY)
@@ -432,10 +432,9 @@ def sampler_for(args: GRPOConfig, model: Model, engine: Engine, params: Params, 
         shared = WeightsFolder(folder, model, jnp.dtype(stored_dtype(model)), is_own=args.rollout_folder is None)
     servers, eos_ids = args.rollout_servers, engine.eos_ids
     timeout_s = args.rollout_timeout_s
-    sampler = RemoteSampler(
+    return RemoteSampler(
         servers, model.config, params, eos_ids, model.adapter, shared, api_key=key, timeout_s=timeout_s
     )
-    return sampler if processes.num_processes() == 1 else BroadcastSampler(sampler, params)
 
 
 def eval_params(args: GRPOConfig) -> SamplingParams:

@@ -78,13 +78,10 @@ class Diagnostics:
 
     def __call__(self, event: Event) -> None:
         """Reports what a step or a failed reward function reveals."""
-        match event:
-            case StepEnded():
-                self.report(event.step, self._found)
-            case RolloutScored() | Evaluated():
-                self.report(event.step, reward_diagnostics(event.errors))
-            case _:
-                pass
+        if isinstance(event, StepEnded) and self._found:
+            self.report(event.step, self._found)
+        elif isinstance(event, RolloutScored | Evaluated) and event.errors:
+            self.report(event.step, reward_diagnostics(event.errors))
 
     def report(self, step: int, found: Mapping[str, str]) -> None:
         """Emits those of the diagnostics, texts by name, that were not reported before."""

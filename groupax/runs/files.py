@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
+from groupax.errors import RunError
 from groupax.storage.buckets import RemoteFolder
 from groupax.storage.folders import read_file
 
@@ -61,15 +63,15 @@ class RunLock:
 
     @property
     def is_in_place(self) -> bool:
-        """True while the lock's file is in the folder, which may have been deleted, or moved and created again."""
-        with contextlib.suppress(FileNotFoundError):
+        """True while the lock's file is in the folder, which may have been deleted or moved."""
+        with contextlib.suppress(OSError):
             return self.path.stat().st_ino == self._inode
         return False
 
     def release(self) -> None:
         """Releases the folder, and removes the file if it is still this lock's."""
-        with contextlib.suppress(OSError):  # a disk that became read-only, or a folder that was moved
-            if self.path.stat().st_ino == self._inode:
+        if self.is_in_place:
+            with contextlib.suppress(OSError):  # a disk that became read-only
                 self.path.unlink()
         self._lock.release()
 
@@ -135,6 +137,18 @@ def refusing_unwritable(output_dir: str) -> Iterator[None]:
         raise ValueError(f"output_dir {output_dir} cannot be written to ({error}); choose another") from error
 
 
+@contextlib.contextmanager
+def stopping_unwritable(uri: str) -> Iterator[None]:
+    """Turns an OSError of its block into a RunError, which stops the run in the folder or bucket `uri`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"{uri} cannot be written to: {error}. Make room or repair the folder, and start the run again: it "
+            "continues from its newest checkpoint"
+        ) from error
+
+
 def check_writable(folder: Path) -> None:
     """Checks that files can be written in the folder, or in the one that would be created. Leaves nothing behind.
 
@@ -168,28 +182,6 @@ def replace_text(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}")
     partial.write_text(text, encoding="utf-8")
     partial.rename(path)
-
-
-def append(path: Path, data: bytes, size: int | None = None) -> None:
-    """Appends to a file, which is as it was if that fails.
-
-    Args:
-        path: The file, which is created if it is absent.
-        data: What to append.
-        size: Number of bytes of the file that count; None for all. Those after them are overwritten.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END) if size is None else file.seek(size)
-        num_written = 0
-        try:
-            while num_written < len(data):
-                num_written += file.write(data[num_written:])
-        except OSError:
-            file.truncate(size)
-            raise
 
 
 def sync_to_disk(path: Path) -> None:

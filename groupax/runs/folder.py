@@ -7,8 +7,7 @@ import secrets
 import shutil
 import tempfile
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from groupax.runs.files import (
     LOCK,
     METRICS,
     RunLock,
-    append,
     check_unlocked,
     check_writable,
     free_name,
@@ -29,6 +27,7 @@ from groupax.runs.files import (
     parsed_record,
     refusing_unwritable,
     replace_text,
+    stopping_unwritable,
     sync_to_disk,
     upload_changes,
 )
@@ -38,9 +37,8 @@ from groupax.storage.folders import MAX_LOG_BYTES, read_file
 from groupax.types import Metrics, Rollout
 
 STEP_FOLDERS = ("rollouts", "evaluations", "bad_steps")  # with files named for steps
-RECORD = "record.jsonl"
+RECORD, DIAGNOSTICS = "record.jsonl", "diagnostics.jsonl"
 TRACKED = "tracked.jsonl"  # of the tracker "jsonl", which a resumed run extends
-MAX_WAITING_TABLES = 64  # in memory while they cannot be written
 
 
 class RunFolder:
@@ -53,10 +51,9 @@ class RunFolder:
     `evaluations/step_N.SET.jsonl` with one line per item; `bad_steps/` with batches whose update was not finite;
     `checkpoints/`; `model/`, written by the trainer at the end.
 
-    Data that cannot be written because the disk is full or read-only waits in memory until it can (`fault`, `flush`).
-    If the folder is deleted or moved during the run, a warning says so, and what is written later is in a new one. The
-    files of a run in a bucket are written to a temporary folder, which is deleted with this object, and uploaded by
-    `sync`.
+    If a file cannot be written, e.g. because the disk is full, the run stops with an error: it loses nothing, since it
+    continues from its newest checkpoint. The files of a run in a bucket are written to a temporary folder, which is
+    deleted with this object, and uploaded by `sync`.
 
     Args:
         path: A folder, created if absent, or a URL.
@@ -73,8 +70,8 @@ class RunFolder:
         remote: The folder in the bucket; None for a local run.
         command: Content of `command.json`, if any.
         id: Identifier of the run, the same in every process that works on it; set by `start` and `resume`.
-        fault: Reason why data waits to be written; empty if none waits.
-        num_metrics_bytes: Size of `metrics.jsonl`, without lines that wait.
+        is_incomplete: Whether something could not be written, so that the run must not be saved.
+        num_metrics_bytes: Size of `metrics.jsonl`.
         moved_aside: New location of an earlier run that was in this folder, if there was one.
     """
 
@@ -88,19 +85,16 @@ class RunFolder:
             weakref.finalize(self, shutil.rmtree, self.path, True)
         self.moved_aside: str | None = None
         self.command: Mapping[str, Any] | None = None
-        self.id = self.fault = ""
+        self.id, self.is_incomplete = "", False
         self.emit = emit
         self._lock: RunLock | None = None
         self._is_new = self._is_prepared = False  # created by the lock; has the files of a run
-        self._lines: list[str] = []  # of metrics.jsonl, to be written
         self._diagnostics: list[dict[str, Any]] = []
         self.num_metrics_bytes = 0
         self._record: list[bytes] = []  # lines of record.jsonl from earlier processes
         self._processes: list[Mapping[str, Any]] = []
         self._identities: dict[str, str] = {}  # {"identity": digest} if it is known
         self._rollout_log = RolloutLog(self.path / "rollouts", rollout_log_bytes)
-        self._tables: deque[Callable[[], object]] = deque()  # writers of other files, to be called
-        self._num_dropped = 0  # tables that waited too long
         self._uploaded: dict[str, tuple[int, int]] = {}  # size and time of each uploaded file
         with refusing_unwritable(self.uri):
             if self.remote is not None:
@@ -171,7 +165,7 @@ class RunFolder:
         about = parsed_record(self._earlier("run.json"))
         self.id, self._processes = about.get("id") or secrets.token_hex(4), about.get("processes", [])
         self._identities = {name: about[name] for name in ("identity",) if name in about}
-        lines = map(parsed_record, self._earlier("diagnostics.jsonl").splitlines())
+        lines = map(parsed_record, self._earlier(DIAGNOSTICS).splitlines())
         self._diagnostics = [dict(line) for line in lines if line.get("step", step + 1) <= step]
         record = self._earlier(RECORD)
         self._record = [line for line in record.splitlines() if parsed_record(line).get("step", step + 1) <= step]
@@ -225,7 +219,7 @@ class RunFolder:
             self._write_json("command.json", self.command)
         replace_text(self.path / METRICS, metrics.decode())
         self.num_metrics_bytes = len(metrics)
-        self._write_diagnostics()
+        replace_text(self.path / DIAGNOSTICS, "".join(json.dumps(line) + "\n" for line in self._diagnostics))
         replace_text(self.path / RECORD, "".join(line.decode() + "\n" for line in self._record))
         self._rollout_log.forget()
 
@@ -253,17 +247,16 @@ class RunFolder:
 
     def write_metrics(self, metrics: Metrics) -> None:
         """Appends one line to `metrics.jsonl`; numbers that are not finite become null."""
-        self._lines.append(json.dumps(json_numbers(metrics)) + "\n")
-        self.flush()
+        self.num_metrics_bytes += self._append(METRICS, json.dumps(json_numbers(metrics)) + "\n")
 
     def write_diagnostic(self, step: int, name: str, text: str) -> None:
         """Appends one line to `diagnostics.jsonl`."""
         self._diagnostics.append({"step": step, "name": name, "text": text})
-        self._write(self._write_diagnostics)
+        self._append(DIAGNOSTICS, json.dumps(self._diagnostics[-1]) + "\n")
 
     def write_record(self, line: str) -> None:
         """Appends one line to `record.jsonl`."""
-        self._write(lambda: append(self.path / RECORD, line.encode()))
+        self._append(RECORD, line)
 
     def write_rollouts(
         self,
@@ -274,11 +267,13 @@ class RunFolder:
         kept: Collection[int] = (),
     ) -> None:
         """Writes `rollouts/step_N.parquet` atomically (see `RolloutLog.write`)."""
-        self._write(lambda: self._rollout_log.write(step, rollouts, scores or {}, reward, kept))
+        with self._writing():
+            self._rollout_log.write(step, rollouts, scores or {}, reward, kept)
 
     def remove_rollouts(self, step: int) -> None:
         """Removes `rollouts/step_N.parquet`, if there is one."""
-        self._write(lambda: self._rollout_log.remove(step))
+        with self._writing():
+            self._rollout_log.remove(step)
 
     def steps_with_findings(self) -> frozenset[int]:
         """Returns the steps in which something was diagnosed, or whose update was skipped."""
@@ -288,45 +283,20 @@ class RunFolder:
 
     def write_items(self, name: str, items: Sequence[Item]) -> None:
         """Writes `evaluations/NAME.jsonl` atomically, one line per item."""
-        path = self.path / "evaluations" / f"{name}.jsonl"
-        self._write(lambda: write_items(path, items))
+        with self._writing():
+            write_items(self.path / "evaluations" / f"{name}.jsonl", items)
 
     def write_bad_batch(self, step: int, rows: Sequence[Any]) -> Path:
         """Writes the rows of an update that was not finite to `bad_steps/step_N.parquet`, one per completion."""
         path = self.path / "bad_steps" / f"step_{step:06d}.parquet"
-        self._write(lambda: write_records(path, [vars(row) for row in rows]))
+        with self._writing():
+            write_records(path, [vars(row) for row in rows])
         return path
 
-    def flush(self) -> None:
-        """Writes the data that waits; `fault` says why some still cannot be written."""
-        try:
-            self._check_in_place()
-            if self._lines:
-                data = "".join(self._lines).encode()
-                append(self.path / METRICS, data, self.num_metrics_bytes)
-                self.num_metrics_bytes += len(data)
-                self._lines = []
-            while self._tables:
-                self._tables[0]()
-                self._tables.popleft()
-        except OSError as error:
-            self._set_fault(str(error))
-            while len(self._tables) > MAX_WAITING_TABLES:
-                self._tables.popleft()
-                self._num_dropped += 1
-        else:
-            self._set_fault("")
-
     def settle(self) -> None:
-        """Writes the data that waits, and flushes `metrics.jsonl` to the disk.
-
-        Raises:
-            OSError: Something cannot be written.
-        """
-        self.flush()
-        if self.fault:
-            raise OSError(self.fault)
-        sync_to_disk(self.path / METRICS)
+        """Flushes `metrics.jsonl` to the disk."""
+        with self._writing():
+            sync_to_disk(self.path / METRICS)
 
     def sync(self) -> None:
         """Uploads new and changed files, if the run is in a bucket.
@@ -337,42 +307,26 @@ class RunFolder:
         if self.remote is not None:
             upload_changes(self.path, self.remote, self._uploaded)
 
-    def _write(self, table: Callable[[], object]) -> None:
-        self._tables.append(table)
-        self.flush()
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Stops the run if the block cannot write."""
+        self.is_incomplete = True
+        with stopping_unwritable(self.uri):
+            if self._lock is not None and not self._lock.is_in_place:
+                raise OSError("it was deleted or moved during the run")
+            yield
+        self.is_incomplete = False
 
-    def _write_diagnostics(self) -> None:
-        text = "".join(json.dumps(line) + "\n" for line in self._diagnostics)
-        replace_text(self.path / "diagnostics.jsonl", text)
+    def _append(self, name: str, text: str) -> int:
+        """Appends a text to a file, and returns its number of bytes."""
+        data = text.encode()
+        with self._writing(), (self.path / name).open("ab") as file:
+            file.write(data)
+        return len(data)
 
     def _write_json(self, name: str, content: Any) -> None:
-        replace_text(self.path / name, json.dumps(content, indent=2) + "\n")
-
-    def _check_in_place(self) -> None:
-        """Warns if the folder was deleted or moved, and locks the one that takes its place, if no other run has it."""
-        if self._lock is not None and not self._lock.is_in_place:
-            earlier, self._lock = self._lock, RunLock(self.path)
-            earlier.release()
-        metrics = self.path / METRICS
-        size = metrics.stat().st_size if metrics.exists() else 0
-        if size < self.num_metrics_bytes:
-            self._warn(
-                f"files of the run in {self.uri} were deleted or moved. It continues there with what it writes from "
-                "now on, checkpoints and the model among it; earlier files are not written again"
-            )
-            self.num_metrics_bytes = size
-
-    def _set_fault(self, fault: str) -> None:
-        """Emits that the folder can no longer be written to, or that it can again."""
-        earlier, self.fault = self.fault, fault
-        if fault and not earlier:
-            self._warn(
-                f"{self.uri} cannot be written to: {fault}. Metrics and rollouts wait in memory, and training "
-                "continues; make room or repair the folder"
-            )
-        elif earlier and not fault:
-            dropped = f", except {self._num_dropped} tables of rollouts" if self._num_dropped else ""
-            self.emit(Message(f"{self.uri} can be written to again; everything that waited is there{dropped}"))
+        with self._writing():
+            replace_text(self.path / name, json.dumps(content, indent=2) + "\n")
 
     def _warn(self, text: str) -> None:
         self.emit(Message(text, warning=True))

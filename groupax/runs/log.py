@@ -5,16 +5,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 
 from groupax.config import RunConfig
-from groupax.events import Diagnosed, Evaluated, Event, EventStream, Listener, RolloutScored, StepEnded, TokenScores
+from groupax.events import (
+    Diagnosed,
+    Emit,
+    Evaluated,
+    Event,
+    EventStream,
+    Listener,
+    Message,
+    RolloutScored,
+    StepEnded,
+    TokenScores,
+)
 from groupax.metrics.completions import merge_rollouts, window_mean, with_logged
 from groupax.parallel import processes
 from groupax.parallel.runtime import compilation
 from groupax.runs.diagnostics import Diagnose, Diagnostics, step_diagnostics
 from groupax.runs.folder import RunFolder
-from groupax.runs.profiling import Profile
 from groupax.runs.trackers.sink import Trackers
 from groupax.settings.run import RolloutLogSettings
 from groupax.types import Metrics, Rollout
@@ -84,7 +95,12 @@ class RunLog:
         self.trackers = Trackers(args, folder, num_steps, self.emit, completions.log_completions)
         self.profile = Profile(folder, args.profile, self.emit)
         files = FolderSink(completions, folder, args.logging_steps, num_steps)
-        events.sinks += [self.diagnostics, files, self.trackers, self.profile, self._call_listeners]
+        events.sinks += [self.diagnostics, files]
+        if args.report_to:
+            events.sinks.append(self.trackers)
+        if args.profile:
+            events.sinks.append(self.profile)
+        events.sinks.append(self._call_listeners)
 
         self.window: list[Metrics] = []
         self.last: Metrics = {}
@@ -150,7 +166,7 @@ class RunLog:
         earlier = self.rollouts if self.sampled else []
         self.rollouts, self.first_row = [*earlier, *rows], len(earlier)
         self.sampled.append(metrics)
-        self.rollout_metrics = merge_rollouts(self.sampled)
+        self.rollout_metrics = merge_rollouts(self.sampled) if len(self.sampled) > 1 else metrics
         self.num_sampled_tokens += sum(row.num_sampled_tokens for row in rows)
         self.rollout_s += metrics["time/rollout_s"]
         self.emit(RolloutScored(step, groups, metrics, errors))
@@ -175,7 +191,18 @@ class RunLog:
             scores: Token scores of completions of the last rollout, by index into that rollout.
             distributions: Measurements of the weights by name.
         """
-        metrics = self._with_measurements(step, metrics)
+        now_s, compiled = time.perf_counter(), compilation()
+        compiled_s = compiled.seconds
+        times = {
+            "step_time": now_s - self.step_started_s,
+            "time/compile_s": compiled_s - self.compiled_before_s,
+            "compile/total_s": compiled_s - self.compiled_at_start[0],
+            "compile/num_programs": float(compiled.num_programs - self.compiled_at_start[1]),
+            "compile/num_large_programs": float(compiled.num_large_programs - self.compiled_at_start[2]),
+        }
+        self.step_started_s, self.compiled_before_s = now_s, compiled_s
+        metrics = with_logged({"step": float(step), **metrics, **times}, self.rollout_metrics) | self.memory()
+        metrics = metrics | self.diagnostics.measure(metrics)
         self.window.append(metrics)
         logged = None
         if step % self.args.logging_steps == 0 or step == self.num_steps:
@@ -200,19 +227,6 @@ class RunLog:
         """Closes the run's sinks and removes them from the stream."""
         self.close_sinks()
         self._events.sinks = self._earlier_sinks
-
-    def _with_measurements(self, step: int, metrics: Metrics) -> Metrics:
-        now_s, compiled = time.perf_counter(), compilation()
-        compiled_s = compiled.seconds
-        times = {"step_time": now_s - self.step_started_s, "time/compile_s": compiled_s - self.compiled_before_s}
-        times |= {
-            "compile/total_s": compiled_s - self.compiled_at_start[0],
-            "compile/num_programs": float(compiled.num_programs - self.compiled_at_start[1]),
-            "compile/num_large_programs": float(compiled.num_large_programs - self.compiled_at_start[2]),
-        }
-        self.step_started_s, self.compiled_before_s = now_s, compiled_s
-        metrics = with_logged({"step": float(step), **metrics, **times}, self.rollout_metrics) | self.memory()
-        return metrics | self.diagnostics.measure(metrics)
 
     def _call_listeners(self, event: Event) -> None:
         for listener in self.listeners:
@@ -270,6 +284,34 @@ class FolderSink:
         is_first, is_last, every = step <= self.logging_steps, step == self.num_steps, self.completions
         is_line = is_last or step % self.logging_steps == 0
         return is_line and (is_first or is_last or step % every.log_completions_steps == 0)
+
+
+WARM_UP_STEPS = 2  # which compile
+
+
+class Profile:
+    """A sink that traces `num_steps` steps after the first ones into `profile/` of the run folder; 0 traces none."""
+
+    def __init__(self, folder: RunFolder, num_steps: int, emit: Emit) -> None:
+        self.folder, self.num_steps, self.emit = folder, num_steps, emit
+        self.first: int | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Starts or ends the trace after a step."""
+        if not self.num_steps or not isinstance(event, StepEnded):
+            return
+        if self.first is None and event.step >= WARM_UP_STEPS:
+            self.first = event.step
+            jax.profiler.start_trace(self.folder.path / "profile", create_perfetto_trace=True)
+        elif self.first is not None and event.step == self.first + self.num_steps:
+            self.emit(Message(f"the trace of {self.num_steps} steps is in {self.folder.uri_of('profile')}"))
+            self.close()
+
+    def close(self) -> None:
+        """Writes the trace if one is under way."""
+        if self.first is not None and self.num_steps:
+            jax.profiler.stop_trace()
+            self.num_steps = 0
 
 
 def _without_times(metrics: Metrics) -> Metrics:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
 _FRONT = re.compile(r"\A---\n.*?^---\n", re.DOTALL | re.MULTILINE)
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,59}")
 _MAX_CARD_BYTES, _MAX_CHARS = 1 << 20, 200
+ESTIMATES = ("pass@1", "reward")  # of held-out prompts
 
 
 @dataclass(frozen=True)
@@ -51,24 +52,13 @@ class Method:
     citation: str = ""
 
 
+_LEARNING = ("optimizer", "learning_rate", "lr_scheduler_type", "base_weights", "seed")
 GRPO = Method(
     "GRPO run",
     "Group Relative Policy Optimization ([GRPO](https://arxiv.org/abs/2402.03300))",
     "grpo",
     "prompts",
-    (
-        "loss_type",
-        "beta",
-        "prompts_per_step",
-        "num_generations",
-        "max_completion_length",
-        "temperature",
-        "optimizer",
-        "learning_rate",
-        "lr_scheduler_type",
-        "base_weights",
-        "seed",
-    ),
+    ("loss_type", "beta", "prompts_per_step", "num_generations", "max_completion_length", "temperature", *_LEARNING),
     ("reward", "pass@1", "completions/mean_length", "entropy", "kl"),
     "training samples of the last step",
     """\
@@ -86,17 +76,7 @@ SFT = Method(
     "supervised fine-tuning",
     "sft",
     "examples",
-    (
-        "loss_type",
-        "batch_size",
-        "max_length",
-        "packing",
-        "optimizer",
-        "learning_rate",
-        "lr_scheduler_type",
-        "base_weights",
-        "seed",
-    ),
+    ("loss_type", "batch_size", "max_length", "packing", *_LEARNING),
     ("loss", "entropy"),
     "last step",
 )
@@ -132,25 +112,11 @@ print(tokenizer.decode(model.generate(input_ids=input_ids, max_new_tokens=64)[0]
 """
 
 
-def run_card(
-    args: RunConfig,
-    base: str | None,
-    adapter: Mapping[str, Any] | None,
-    dataset: str,
-    rewards: Sequence[str],
-    num_steps: int,
-    metrics: Metrics,
-    is_chat: bool = False,
-    license_id: str | None = None,
-    of_episodes: Mapping[str, str] | None = None,
-    method: Method = GRPO,
-    of_run: str = "",
-    recipe: str | None = None,
-    prompt: Prompt | None = None,
-) -> str:
-    """Returns the card of a model that a run has trained.
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A model that a run has trained, as its card describes it.
 
-    Args:
+    Attributes:
         args: The run's settings.
         base: The starting model; None for one that was created in memory.
         adapter: Settings of the trained adapter; None if all weights were trained.
@@ -161,30 +127,53 @@ def run_card(
         is_chat: Whether prompts are formatted with the tokenizer's chat template.
         license_id: License of the starting model.
         of_episodes: The names of tools and environments by label.
-        method: How it was trained.
-        of_run: Further sections in Markdown about the run.
+        held_out: Estimates on held-out prompts, by the step after which they were measured, the set and the metric.
         recipe: Name of the recipe, if there is one.
         prompt: A prompt of the training that may be published; None for none, since prompts may be private.
     """
+
+    args: RunConfig
+    base: str | None
+    adapter: Mapping[str, Any] | None
+    dataset: str
+    rewards: Sequence[str]
+    num_steps: int
+    metrics: Metrics
+    is_chat: bool = False
+    license_id: str | None = None
+    of_episodes: Mapping[str, str] = field(default_factory=dict)
+    held_out: Mapping[int, Mapping[str, Mapping[str, Any]]] | None = None
+    recipe: str | None = None
+    prompt: Prompt | None = None
+
+
+def run_card(model: Trained, method: Method = GRPO) -> str:
+    """Returns the card of a model that a run has trained.
+
+    Args:
+        model: The model.
+        method: How it was trained.
+    """
+    settings, base, adapter, metrics = model.args.to_dict(), model.base, model.adapter, model.metrics
     kind = "A fine-tune of" if adapter is None else "A LoRA adapter for"
-    settings = args.to_dict()
-    rows = [(method.data, shown_name(dataset))]
-    rows += [("recipe", recipe)] if recipe else []
-    weights = settings.get("reward_weights") or [1.0] * len(rewards)
-    rows += [("rewards", ", ".join(map(_weighted, rewards, weights)))] if rewards else []
-    rows += [*(of_episodes or {}).items(), ("optimizer steps", str(num_steps))]
+    rows = [(method.data, shown_name(model.dataset))]
+    rows += [("recipe", model.recipe)] if model.recipe else []
+    weights = settings.get("reward_weights") or [1.0] * len(model.rewards)
+    rows += [("rewards", ", ".join(map(_weighted, model.rewards, weights)))] if model.rewards else []
+    rows += [*model.of_episodes.items(), ("optimizer steps", str(model.num_steps))]
     rows += [(name, str(settings[name])) for name in method.settings]
     rows += [(f"adapter: {name}", str(value)) for name, value in (adapter or {}).items()]
     rows += [(f"{name} ({method.measured_on})", f"{metrics[name]:.4g}") for name in method.metrics if name in metrics]
     rows += [(f"version of {name}", number) for name, number in _versions().items()]
     parts = [
         f"{kind} {code(shown_name(base))}, trained with {method.name} by [groupax](https://pypi.org/project/groupax).",
-        f"## Use\n\n{_usage(adapter is not None, is_chat, prompt)}",
+        f"## Use\n\n{_usage(adapter is not None, model.is_chat, model.prompt)}",
         f"## Training\n\n{_table(('', ''), rows)}",
-        of_run,
+        _held_out(model.held_out) if model.held_out else "",
         f"## Citation\n\n```bibtex\n{method.citation}{CITATION}```",
     ]
-    return card(method.title, "\n\n".join(filter(None, parts)), base, adapter is not None, license_id, method.tag)
+    text = "\n\n".join(filter(None, parts))
+    return card(method.title, text, base, adapter is not None, model.license_id, method.tag)
 
 
 def derived_card(how: str, base: str | None, of_source: str | None, is_chat: bool = False) -> str:
@@ -272,6 +261,19 @@ def _usage(is_adapter: bool, is_chat: bool, prompt: Prompt | None = None) -> str
     if is_chat and is_adapter:
         given = f"tokenizer.apply_chat_template({given}, tokenize=False, add_generation_prompt=True)"
     return (ADAPTER_USAGE if is_adapter else FULL_USAGE).format(prompt=given)
+
+
+def _held_out(estimates: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:
+    """Returns a section with a table of the first and the last estimates."""
+    steps = sorted({min(estimates), max(estimates)})
+    rows = []
+    for name, last in estimates[steps[-1]].items():
+        for key in ESTIMATES:
+            if key in last:
+                values = [str(estimates[step][name].get(key, "")) for step in steps]
+                rows.append((f"{name}: {key} ({last[key].num_items} prompts)", *values))
+    head = ("means with 95 % intervals", *(f"after step {step}" for step in steps))
+    return f"## Held-out prompts\n\n{_table(head, rows)}"
 
 
 def _weighted(name: str, weight: float) -> str:

@@ -3,19 +3,39 @@
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from groupax.data.examples import values_as_json
+from groupax.data.examples import Example, values_as_json, with_values_from_json
 from groupax.data.images import image_name, images_of, named, save_png
-from groupax.episodes.as_json import branches_as_json, messages_as_json, turns_as_json
+from groupax.episodes.as_json import (
+    branches_as_json,
+    branches_from_json,
+    messages_as_json,
+    messages_from_json,
+    turns_as_json,
+    turns_from_json,
+)
 from groupax.events import TokenScores
-from groupax.types import Prompt, Rollout
+from groupax.types import Prompt, PromptImages, Rollout
 
 KEPT_FRAC = 0.8  # of the budget, when files have to go
 ABOUT = b"groupax"  # key of a file's own metadata: {"step", "reward"}
+BY_NAME = ("rewards", "extra")  # fields of a rollout that are mappings
+READ: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("prompt_ids", "completion_ids"), partial(np.asarray, dtype=np.int32)),
+    **dict.fromkeys(("policy_logps", "sampler_logps"), partial(np.asarray, dtype=np.float32)),
+    "mask": partial(np.asarray, dtype=bool),
+    "experts": partial(np.asarray, dtype=np.int16),
+    "turn_advantages": tuple,
+    "turns": turns_from_json,
+    "messages": messages_from_json,
+    "branches": branches_from_json,
+}
 
 
 class RolloutLog:
@@ -56,13 +76,15 @@ class RolloutLog:
         Raises:
             OSError: The disk is full.
         """
-        write_images(self.folder.parent, rollouts)
-        write_table(self.path(step), rollout_table(step, rollouts, scores, reward))
+        path = self.path(step)
+        if any(row.images is not None for row in rollouts):
+            write_images(self.folder.parent, rollouts)
+        write_table(path, rollout_table(step, rollouts, scores, reward))
         if self.max_bytes is None:
             return
         if self._sizes is None:
             self._sizes = {_step_of(path): path.stat().st_size for path in self.folder.glob("step_*.parquet")}
-        self._sizes[step], self._rewards[step] = self.path(step).stat().st_size, reward
+        self._sizes[step], self._rewards[step] = path.stat().st_size, reward
         if sum(self._sizes.values()) > self.max_bytes:
             self._thin_out(self._sizes, self.max_bytes, kept)
 
@@ -114,18 +136,16 @@ def rollout_table(
     """Returns a step's completions as a `pyarrow.Table` (see `RolloutLog.write`)."""
     import pyarrow as pa
 
-    def column(kind: Any, value: Callable[[Rollout], Any]) -> Any:
-        return pa.array([value(row) for row in rollouts], kind)
-
+    prompts = _once_per_prompt(rollouts, lambda row: prompt_text(row.example["prompt"]))
     columns = {
         "step": pa.array([step] * len(rollouts), pa.int32()),
-        "prompt_index": column(pa.int32(), lambda row: row.prompt_index),
-        "sample_index": column(pa.int32(), lambda row: row.sample_index),
-        "prompt": pa.array(_once_per_prompt(rollouts, lambda row: prompt_text(row.prompt)), pa.string()),
-        "completion": column(pa.string(), lambda row: valid_text(row.text)),
-        "finish_reason": column(pa.string(), lambda row: row.finish_reason),
-        "policy_version": column(pa.int32(), lambda row: row.policy_version),
-        "advantage": column(pa.float32(), lambda row: row.advantage),
+        "prompt_index": pa.array([row.prompt_index for row in rollouts], pa.int32()),
+        "sample_index": pa.array([row.sample_index for row in rollouts], pa.int32()),
+        "prompt": pa.array(prompts, pa.string()),
+        "completion": pa.array([valid_text(row.text) for row in rollouts], pa.string()),
+        "finish_reason": pa.array([row.finish_reason for row in rollouts], pa.string()),
+        "policy_version": pa.array([row.policy_version for row in rollouts], pa.int32()),
+        "advantage": pa.array([row.advantage for row in rollouts], pa.float32()),
     }
     trained = [scores.get(index) for index in range(len(rollouts))]
     for name in dict.fromkeys(name for row in rollouts for name in row.rewards):
@@ -143,15 +163,15 @@ def rollout_table(
     if any(row.has_turns for row in rollouts):
         columns |= {
             "mask": _lists([row.mask for row in rollouts], bool),
-            "turns": column(pa.string(), lambda row: turns_as_json(row.turns)),
-            "messages": column(pa.string(), lambda row: messages_as_json(row.messages)),
+            "turns": pa.array([turns_as_json(row.turns) for row in rollouts], pa.string()),
+            "messages": pa.array([messages_as_json(row.messages) for row in rollouts], pa.string()),
         }
     if any(row.environment_reward is not None for row in rollouts):
-        columns["environment_reward"] = column(pa.float64(), lambda row: row.environment_reward)
+        columns["environment_reward"] = pa.array([row.environment_reward for row in rollouts], pa.float64())
     if any(row.branches for row in rollouts):
-        columns["branches"] = column(pa.string(), lambda row: branches_as_json(row.branches))
+        columns["branches"] = pa.array([branches_as_json(row.branches) for row in rollouts], pa.string())
     if any(row.turn_advantages is not None for row in rollouts):
-        columns["turn_advantages"] = column(pa.list_(pa.float32()), lambda row: row.turn_advantages)
+        columns["turn_advantages"] = pa.array([row.turn_advantages for row in rollouts], pa.list_(pa.float32()))
     row_values = [values_as_json(row.example) for row in rollouts]
     if any(row_values):
         columns["row_values"] = pa.array(row_values, pa.string())
@@ -160,12 +180,33 @@ def rollout_table(
             [None if row.experts is None else row.experts.ravel() for row in rollouts], np.int16
         )
     if any(each.adapter is not None for row in rollouts for each in (row, *row.branches)):
-        columns["adapter"] = column(pa.string(), lambda row: row.adapter)
+        columns["adapter"] = pa.array([row.adapter for row in rollouts], pa.string())
     if any(row.images is not None for row in rollouts):
         names = _once_per_prompt(rollouts, lambda row: [*map(image_name, images_of(row.example))])
         columns["images"] = pa.array(names, pa.list_(pa.string()))
     about = json.dumps({"step": step, "reward": reward if math.isfinite(reward) else None})
     return pa.table(columns).replace_schema_metadata({ABOUT: about.encode()})
+
+
+def rollout_of(row: Mapping[str, Any], example: Example, images: PromptImages | None = None) -> Rollout:
+    """Returns the completion of a row of a checkpoint, or of this log with its completion as `text`.
+
+    Args:
+        row: The row's values by column.
+        example: Row of the dataset.
+        images: Images of the prompt.
+
+    Raises:
+        ValueError: The values do not fit together.
+    """
+    values = {field.name: row[field.name] for field in fields(Rollout) if row.get(field.name) is not None}
+    values |= {name: read(values[name]) for name, read in READ.items() if name in values}
+    if "experts" in values:
+        values["experts"] = values["experts"].reshape(len(values["completion_ids"]), -1)
+    for name in BY_NAME:
+        prefix = f"{name}/"
+        values[name] = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+    return Rollout(**values | {"example": with_values_from_json(example, row.get("row_values")), "images": images})
 
 
 def _once_per_prompt(rollouts: Sequence[Rollout], value: Callable[[Rollout], Any]) -> list[Any]:
@@ -270,11 +311,8 @@ def _lists(values: Sequence[np.ndarray | None], dtype: Any) -> Any:
     """Returns arrays, [N] each, as a column of lists; None is null."""
     import pyarrow as pa
 
-    flat = [np.asarray(value, dtype) for value in values if value is not None]
-    ends = np.cumsum([0, *(0 if value is None else len(value) for value in values)]).astype(np.int32)
-    joined = pa.array(np.concatenate(flat) if flat else np.zeros(0, dtype))
-    missing = pa.array([value is None for value in values], pa.bool_())
-    return pa.ListArray.from_arrays(pa.array(ends), joined, mask=missing)
+    converted = [None if value is None else np.asarray(value, dtype) for value in values]
+    return pa.array(converted, pa.list_(pa.from_numpy_dtype(dtype)))
 
 
 def _stored_reward(path: Path) -> float:

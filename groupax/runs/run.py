@@ -21,12 +21,12 @@ from groupax.parallel.runtime import compilation, configure_jax
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints.choose import complete_identity
 from groupax.runs.checkpoints.fingerprint import Identity, differences
-from groupax.runs.checkpoints.saver import RunSaver, retry_while_disk_full
+from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.checkpoints.store import LocalStore
-from groupax.runs.files import complete_run, free_name
+from groupax.runs.files import complete_run, free_name, stopping_unwritable
 from groupax.runs.folder import RunFolder
+from groupax.runs.header import begun_process
 from groupax.runs.log import RunLog
-from groupax.runs.process import begun_process
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.runs.trackers.tracker import check_trackers
@@ -223,17 +223,17 @@ class Run:
         hooks.started(self)
 
     def save_end(self) -> None:
-        """Saves the last checkpoint, the model and the trackers' files; waits as long as the disk is full."""
+        """Saves the last checkpoint, the model and the trackers' files.
 
-        def save() -> None:
-            self.emit(PhaseStarted("writing the model"))
-            processes.run_on_primary(self.folder.flush)
+        Raises:
+            RunError: They cannot be written.
+        """
+        self.log.close_sinks()
+        self.emit(PhaseStarted("writing the model"))
+        with stopping_unwritable(self.folder.uri):
             self.saver.end(*self._settled())
             self.save_result()
             processes.run_on_primary(lambda: (self.folder.settle(), self.folder.sync()))
-
-        self.log.close_sinks()
-        retry_while_disk_full(save, self.folder, self.emit, self.stop)
 
     def save_result(self) -> None:
         """Saves the model in the run's `model/`, or next to it if somebody wrote into that during the run."""
@@ -286,10 +286,6 @@ class Run:
         trainer.cursor = replace(trainer.cursor, evaluated_step=trainer.cursor.step)
         self.log.evaluation(trainer.cursor.step, evaluation)
 
-    def save_if_due(self) -> None:
-        """Writes a checkpoint if one is due before the next step."""
-        self.hooks.save_if_due(self)
-
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Surrounds an update with what else changes in it; if it fails half-way, the state is not saved."""
@@ -304,8 +300,6 @@ class Run:
         Raises:
             DivergedError: There were that many.
         """
-        if update.applied:
-            return
         cursor, folder = self.trainer.cursor, self.folder
         path = processes.run_on_primary(lambda: folder.write_bad_batch(cursor.step, rows))
         loss, grad_norm = update.metrics["loss"], update.metrics["grad_norm"]
@@ -316,8 +310,9 @@ class Run:
         self.emit(Message(text, warning=True))
         if cursor.num_bad_steps < self.trainer.args.max_bad_steps:
             return
-        self.save_result()
-        retry_while_disk_full(lambda: processes.run_on_primary(folder.sync), folder, self.emit, self.stop)
+        with stopping_unwritable(folder.uri):
+            self.save_result()
+            processes.run_on_primary(folder.sync)
         saved, batches = processes.run_on_primary(lambda: [*map(folder.uri_of, ("model", "bad_steps"))])
         raise DivergedError(
             f"{cursor.num_bad_steps} updates in a row were not finite (max_bad_steps), the last one in step "

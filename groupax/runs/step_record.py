@@ -9,8 +9,9 @@ part. Data, rollouts, rewards and advantages have a digest for each group, the l
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -58,26 +59,27 @@ class StepRecord:
     loss: tuple[str, ...]
     update: str
 
-    def line(self) -> str:
-        """Returns the record as a line of JSON."""
-        return json.dumps(asdict(self)) + "\n"
-
 
 def step_record(
     cursor: Cursor, rollouts: Sequence[Rollout], rows: Sequence[Row], update: Update, weights: str
 ) -> StepRecord:
     """Returns the record of a step."""
-    groups = [[*group] for _, group in itertools.groupby(rollouts, key=lambda rollout: rollout.prompt_index)]
-    metrics = update.metrics
+    groups = itertools.groupby(rollouts, key=lambda rollout: rollout.prompt_index)
+    digests = [_group_digests([*group]) for _, group in groups]
+    loss, grad_norm = (float(update.metrics[name]) for name in ("loss", "grad_norm"))
+    losses = []
+    for row, *computed in zip(rows, update.logps, update.entropies, strict=True):
+        given = (row.mask, row.advantages, row.old_logp, row.ref_logp, row.sampler_logp, row.policy_mask)
+        losses.append(_digest([*("" if value is None else value for value in given), *computed], ROW_BYTES))
     return StepRecord(
         cursor.step,
         cursor.num_rollouts,
         cursor.num_prompts,
-        metrics.get("learning_rate", 0.0),  # there is none where no adapter has rows
-        _finite(metrics["loss"]),
-        _finite(metrics["grad_norm"]),
-        *(tuple(_digest(parts(group), GROUP_BYTES) for group in groups) for parts in _PARTS),
-        loss=tuple(_digest(each, ROW_BYTES) for each in _of_losses(rows, update)),
+        update.metrics.get("learning_rate", 0.0),  # there is none where no adapter has rows
+        loss if math.isfinite(loss) else None,
+        grad_norm if math.isfinite(grad_norm) else None,
+        *(tuple(each[stage] for each in digests) for stage in range(4)),
+        loss=tuple(losses),
         update=weights[: 2 * STAGE_BYTES],
     )
 
@@ -108,49 +110,25 @@ def _is_whole(content: Mapping[str, Any], digests: Mapping[str, tuple[Any, ...]]
 
 def row_digest(example: Mapping[str, Any]) -> str:
     """Returns the digest of a row of a dataset, as the records of its groups have it."""
-    return _digest([_as_json(example)], GROUP_BYTES)
+    return _digest([json.dumps(named(dict(example)), sort_keys=True, default=repr)], GROUP_BYTES)
 
 
-def _of_data(group: Sequence[Rollout]) -> list[Any]:
-    return [_as_json(group[0].example)]
-
-
-def _as_json(example: Mapping[str, Any]) -> str:
-    return json.dumps(named(dict(example)), sort_keys=True, default=repr)
-
-
-def _of_rollout(group: Sequence[Rollout]) -> list[Any]:
+def _group_digests(group: Sequence[Rollout]) -> tuple[str, ...]:
+    """Returns the digests of a group's data, rollout, rewards and advantages."""
     parts: list[Any] = []
+    rewards: list[Any] = []
+    advantages: list[Any] = []
     for rollout in group:
         for stream in (rollout, *rollout.branches):
             parts += [np.asarray(ids, np.int32) for ids in (stream.prompt_ids, stream.completion_ids)]
             parts += [np.asarray(logps, np.float32) for logps in (stream.policy_logps, stream.sampler_logps)]
             parts += [np.asarray(stream.mask, bool)]
         parts += [rollout.finish_reason, *([] if rollout.experts is None else [np.asarray(rollout.experts, np.int16)])]
-    return parts
-
-
-def _of_rewards(group: Sequence[Rollout]) -> list[Any]:
-    parts: list[Any] = []
-    for rollout in group:
         values = [np.nan if value is None else value for value in rollout.rewards.values()]
-        parts += [*rollout.rewards, np.asarray(values, np.float64)]
-        parts += [json.dumps([*turn.rewards.items()]) for turn in rollout.turns if turn.rewards]
-    return parts
-
-
-def _of_advantages(group: Sequence[Rollout]) -> list[Any]:
-    values = [(rollout.advantage, *(rollout.turn_advantages or ())) for rollout in group]
-    return [np.asarray(each, np.float32) for each in values]
-
-
-_PARTS = (_of_data, _of_rollout, _of_rewards, _of_advantages)
-
-
-def _of_losses(rows: Sequence[Row], update: Update) -> Iterator[list[Any]]:
-    for row, logps, entropies in zip(rows, update.logps, update.entropies, strict=True):
-        given = (row.mask, row.advantages, row.old_logp, row.ref_logp, row.sampler_logp, row.policy_mask)
-        yield [*("" if value is None else value for value in given), logps, entropies]
+        rewards += [*rollout.rewards, np.asarray(values, np.float64)]
+        rewards += [json.dumps([*turn.rewards.items()]) for turn in rollout.turns if turn.rewards]
+        advantages.append(np.asarray((rollout.advantage, *(rollout.turn_advantages or ())), np.float32))
+    return row_digest(group[0].example), *(_digest(each, GROUP_BYTES) for each in (parts, rewards, advantages))
 
 
 def _digest(parts: Iterable[Any], num_bytes: int) -> str:
@@ -159,7 +137,3 @@ def _digest(parts: Iterable[Any], num_bytes: int) -> str:
         data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else np.ascontiguousarray(part).tobytes()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None

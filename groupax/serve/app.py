@@ -5,13 +5,14 @@ request ──► key, size, JSON, fields ──► token ids ──► loop ─
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeVar, get_args
+from inspect import isawaitable
+from typing import Any, TypeVar, cast, get_args
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -23,20 +24,15 @@ from starlette.routing import Route
 
 from groupax.models.weights.checkpoint import Model
 from groupax.serve.exchange import (
-    Completion,
     Delta,
-    Exchange,
-    PieceStream,
-    TokenTexts,
-    Writer,
     arriving_deltas,
     collect,
     no_tokens,
+    streamed,
 )
-from groupax.serve.loop import ClosedError, EngineLoop, Job, PauseMode, PromptScorer, QueueFullError, adapter_of
+from groupax.serve.loop import EngineLoop, PauseMode, PromptScorer, adapter_of
 from groupax.serve.metrics import CONTENT_TYPE, Metrics, RequestRecord
 from groupax.serve.prompts import (
-    Prepared,
     ServedModel,
     check_constraint,
     detokenize,
@@ -46,37 +42,25 @@ from groupax.serve.prompts import (
     tokenizer_info,
 )
 from groupax.serve.protocols import PROTOCOLS, EventStream, Protocol, anthropic
-from groupax.serve.remote import MAX_PIECE_BYTES
-from groupax.serve.requests import ChatRequest, Request, parse_json
-from groupax.serve.turns import TurnFormats
+from groupax.serve.requests import ChatRequest, parse_json
 from groupax.serve.web import (
     CLIENT_GONE,
     ApiError,
     CallerCheck,
     as_api_error,
+    bad_request,
     check_key,
     json_body,
-    several_hosts,
-    stopping,
     timeout_error,
     unless_disconnected,
 )
 from groupax.serve.weights import Weights
 
-RETRY_S = 1
-LEAST_UPLOAD_BYTES_PER_S = 1 << 20  # of a piece of weights, besides receive_timeout_s
-PREPARING_THREADS = 8
-LARGE_BYTES = 64 << 10  # requests with more, or with images, share LARGE_THREADS, so that others go on meanwhile
-LARGE_THREADS = 2
+LEAST_UPLOAD_BYTES_PER_S = 1 << 20  # of weights, besides receive_timeout_s
+PREPARING_THREADS = 4  # images of a request may take a GB while they are prepared
 COMPILING_THREADS = 1  # of constraints, for which other requests do not wait
-# Fields of vLLM's pauses that are refused, with the reason.
-REFUSED_OF_PAUSES = {
-    "clear_cache": "clear_cache is not supported: a kept request continues with the keys and values that it has, and "
-    "the prefix cache is cleared when the weights change; leave it out",
-    "wait_for_inflight_requests": "wait_for_inflight_requests is not supported; set mode=wait",
-}
 T = TypeVar("T")
-Handler = Callable[[HttpRequest], Awaitable[Any]]
+Handler = Callable[[HttpRequest], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +120,10 @@ class Server:
         self.loop, self.limits, self.weights = loop, limits, weights
         self.metrics, self._scorer = Metrics(loop), PromptScorer(loop)
         self._threads = ThreadPoolExecutor(PREPARING_THREADS, "request")
-        self._threads_of_large = ThreadPoolExecutor(LARGE_THREADS, "large request")
         self._threads_of_constraints = ThreadPoolExecutor(COMPILING_THREADS, "constraint")
         self._caller_check = CallerCheck(limits.host, limits.allowed_hosts)
         self.started = int(time.time())
-        self.models = {name: _served_model(name, loop) for name in loop.engines}
+        self.models = {name: ServedModel.of(name, engine) for name, engine in loop.engines.items()}
         for model in self.models.values():  # requests that need one that fails report it
             self._threads_of_constraints.submit(model.constraints.load_tokens)
 
@@ -150,19 +133,21 @@ class Server:
         handlers: list[tuple[str, str, Handler]] = [
             ("POST", "/tokenize", partial(self._tokenizing, tokenize)),
             ("POST", "/detokenize", partial(self._tokenizing, detokenize)),
-            ("GET", "/tokenizer_info", self._tokenizer_info),
-            ("GET", "/version", self._version),
-            ("GET", "/v1/models", self._list_models),
-            ("GET", "/v1/models/{model:path}", self._get_model),
-            ("GET", "/metrics", self._get_metrics),
+            ("GET", "/tokenizer_info", lambda _: tokenizer_info(self._model(None))),
+            ("GET", "/version", lambda _: {"version": version("groupax")}),
+            ("GET", "/v1/models", lambda _: {"object": "list", "data": [*map(self._model_card, self.models)]}),
+            (
+                "GET",
+                "/v1/models/{model:path}",
+                lambda http: self._model_card(self._model(http.path_params["model"]).name),
+            ),
+            ("GET", "/metrics", lambda _: Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})),
             ("POST", "/pause", self._pause),
             ("POST", "/resume", self._resume),
-            ("GET", "/is_paused", self._is_paused),
-            ("GET", weights, self._list_weights),
+            ("GET", "/is_paused", lambda _: {"is_paused": self.loop.is_paused}),
+            ("GET", weights, lambda _: self.weights.describe()),
             ("POST", weights, self._begin_upload),
-            ("DELETE", upload, self._abort_upload),
-            ("PUT", upload + "/{piece:int}", self._put_piece),
-            ("POST", upload + "/commit", self._commit_upload),
+            ("PUT", upload, self._take_upload),
         ]
         counting = self._endpoint(self._count_tokens, anthropic.error_body)
         return [
@@ -185,8 +170,12 @@ class Server:
             record = RequestRecord(self.metrics, time.monotonic())
             request.state.record, message = record, ""
             try:
-                self._check_caller(request)
-                found = await handler(request)
+                if self.limits.api_keys:
+                    check_key(request.headers, self.limits.api_keys)
+                elif refusal := self._caller_check.refusal(request.headers):
+                    raise ApiError(403, refusal, code="forbidden")
+                found = handler(request)
+                found = await found if isawaitable(found) else found
                 response = found if isinstance(found, Response) else JSONResponse(found)
             except ClientDisconnect:
                 response = Response(status_code=CLIENT_GONE)
@@ -202,15 +191,6 @@ class Server:
 
         return respond
 
-    def _check_caller(self, http: HttpRequest) -> None:
-        """Checks the key; on a server without keys, that the request is not another site's."""
-        if refusal := several_hosts(http.headers.raw):
-            raise ApiError(400, refusal)
-        if self.limits.api_keys:
-            check_key(http.headers, self.limits.api_keys)
-        elif refusal := self._caller_check.refusal(http.headers):
-            raise ApiError(403, refusal, code="forbidden")
-
     def _count(self, http: HttpRequest, status: int, record: RequestRecord, message: str = "") -> None:
         path = getattr(http.scope.get("route"), "path", http.url.path)
         self.metrics.requests.labels(path, status).inc()
@@ -224,7 +204,7 @@ class Server:
         record: RequestRecord = http.state.record
         deadline_s = self._deadline_s(http)
         body = await self._body(http)
-        incoming = await self._in_time(partial(protocol.parse, body), deadline_s, self._threads_for(body))
+        incoming = await self._in_time(partial(protocol.parse, body), deadline_s)
         request = incoming.request
         model = self._model(request.model)
         name = model.name
@@ -232,11 +212,16 @@ class Server:
             message = f"{name} has other weights than {request.weights_state!r}"
             raise ApiError(409, message, param="weights_state", code="other_weights")
         work = partial(prepare, incoming, model, self.limits.max_completions, self.limits.default_max_tokens)
-        prepared = await self._in_time(work, deadline_s, self._threads_for(body, request))
+        prepared = await self._in_time(work, deadline_s)
         if prepared.params.constraint is not None:
             work = partial(check_constraint, model, prepared.params)
             await self._in_time(work, deadline_s, self._threads_of_constraints)
-        exchange = await self._with_prompt_logps(prepared, http, deadline_s)
+        exchange = prepared.exchange
+        if request.num_prompt_logprobs is not None:
+            scores = self._scorer.score(
+                name, prepared.prompts, prepared.params.temperature, request.num_prompt_logprobs
+            )
+            exchange = replace(exchange, prompt_logps=await unless_disconnected(scores, http.receive, deadline_s))
         record.begin(name, sum(map(len, exchange.prompts)))
         num = len(exchange.prompts) * request.n
         if request.max_tokens == 0:
@@ -249,75 +234,25 @@ class Server:
                 with suppress(RuntimeError):  # the server was stopped without waiting
                     call_here(deltas.put_nowait, delta)
 
-            job = await run_in_threadpool(self._submit, prepared, name, listener)
+            submit = partial(self.loop.submit, name, prepared.prompts, prepared.params, listener)
+            with bad_request():
+                job = await run_in_threadpool(submit, prepared.row_keys, prepared.images)
             record.job = job
             arriving, cancel = record.watch(arriving_deltas(deltas, num)), partial(self.loop.cancel, job)
         writer = protocol.writer(exchange)
         if request.stream:
-            events = self._events(exchange, writer, num, arriving)
+            events = streamed(exchange, writer, num, arriving, model.tokenizer)
             return EventStream(events, protocol, cancel, deadline_s)
-        work = asyncio.ensure_future(collect(arriving, num))
         try:
-            completions = await unless_disconnected(work, http.receive, deadline_s)
+            completions = await unless_disconnected(collect(arriving, num), http.receive, deadline_s)
         finally:
-            work.cancel()
             cancel()
         return await run_in_threadpool(lambda: JSONResponse(writer.full(completions)))
-
-    async def _with_prompt_logps(self, prepared: Prepared, http: HttpRequest, deadline_s: float) -> Exchange:
-        """Returns the exchange with the log-probs of its prompts, if the request wants them."""
-        exchange, num = prepared.exchange, prepared.exchange.request.num_prompt_logprobs
-        if num is None:
-            return exchange
-        scores = self._scorer.score(exchange.model, prepared.prompts, prepared.params.temperature, num)
-        work = asyncio.ensure_future(scores)
-        try:
-            found = await unless_disconnected(work, http.receive, deadline_s)
-        except (ClosedError, QueueFullError) as error:
-            full = self._queue_full("prompts wait for their log-probs")
-            raise stopping() if isinstance(error, ClosedError) else full from error
-        finally:
-            work.cancel()
-        return replace(exchange, prompt_logps=found)
-
-    def _submit(self, prepared: Prepared, name: str, listener: Callable[[Delta], None]) -> Job:
-        try:
-            return self.loop.submit(
-                name, prepared.prompts, prepared.params, listener, prepared.row_keys, images=prepared.images
-            )
-        except ValueError as error:
-            raise ApiError(400, str(error), param="row_keys" if "row_keys" in str(error) else None) from error
-        except QueueFullError as error:
-            raise self._queue_full() from error
-        except ClosedError as error:
-            raise stopping() from error
-
-    def _queue_full(self, what: str = "completions wait or run") -> ApiError:
-        message = f"{self.loop.max_sequences} {what}; try again later"
-        return ApiError(429, message, code="queue_full", headers={"retry-after": str(RETRY_S)})
-
-    async def _events(
-        self, exchange: Exchange, writer: Writer, num: int, arriving: AsyncIterator[Delta]
-    ) -> AsyncIterator[dict[str, Any]]:
-        tokenizer = self.models[exchange.model].tokenizer
-        streams = [PieceStream(exchange, index, tokenizer) for index in range(num)]
-        completions = [Completion() for _ in streams]
-        for event in writer.first_events():
-            yield event
-        async for delta in arriving:
-            completion = completions[delta.index]
-            if delta.start < len(completion.tokens):
-                raise ApiError(503, "the weights changed, and the completion had to be restarted", code="aborted")
-            for event in writer.events(delta, streams[delta.index].add(delta), completion):
-                yield event
-            completion.add(delta)
-        for event in writer.last_events(completions):
-            yield event
 
     async def _count_tokens(self, http: HttpRequest) -> Any:
         body, deadline_s = await self._body(http), self._deadline_s(http)
         parse = partial(anthropic.parse, body, counts_only=True)
-        incoming = await self._in_time(parse, deadline_s, self._threads_for(body))
+        incoming = await self._in_time(parse, deadline_s)
         request = incoming.request
         assert isinstance(request, ChatRequest), "messages are chats"
 
@@ -325,7 +260,7 @@ class Server:
             [ids], _, _ = encoded_chat(request, self._model(request.model), incoming.hints)
             return {"input_tokens": len(ids)}
 
-        return await self._in_time(count, deadline_s, self._threads_for(body, request))
+        return await self._in_time(count, deadline_s)
 
     async def _tokenizing(self, work: Callable[[dict[str, Any], ServedModel], Any], http: HttpRequest) -> Any:
         body = await self._body(http)
@@ -337,19 +272,7 @@ class Server:
                 raise ApiError(400, f"model must be a valid string, got {name!r:.80}", "model")
             return JSONResponse(work(given, self._model(name)))
 
-        return await self._in_time(respond, self._deadline_s(http), self._threads_for(body))
-
-    async def _tokenizer_info(self, _: HttpRequest) -> Any:
-        return tokenizer_info(self._model(None))
-
-    async def _version(self, _: HttpRequest) -> Any:
-        return {"version": version("groupax")}
-
-    async def _list_models(self, _: HttpRequest) -> Any:
-        return {"object": "list", "data": [self._model_card(name) for name in self.models]}
-
-    async def _get_model(self, http: HttpRequest) -> Any:
-        return self._model_card(self._model(http.path_params["model"]).name)
+        return await self._in_time(respond, self._deadline_s(http))
 
     def _model_card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self.started, "owned_by": "groupax"}
@@ -357,60 +280,49 @@ class Server:
         version = engine.version_of(adapter_of(engine, name))
         return {**card, "max_model_len": self.models[name].max_positions, "weights_version": version}
 
-    async def _get_metrics(self, _: HttpRequest) -> Any:
-        return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})
-
     async def _pause(self, http: HttpRequest) -> Any:
         self._check_has_keys("a server can be paused")
-        await self._done(self.loop.pause(_pause_mode(http)))
+        query, modes = http.query_params, get_args(PauseMode)
+        mode = query.get("mode", "abort")  # as in vLLM
+        if unknown := sorted(query.keys() - {"mode"}):
+            raise ApiError(400, f"{unknown[0][:80]!a} is not supported; a pause has only a mode", unknown[0])
+        if mode not in modes:
+            raise ApiError(400, f"mode must be one of {', '.join(modes)}, got {mode[:80]!a}", "mode")
+        await asyncio.wrap_future(self.loop.pause(cast(PauseMode, mode)))
         return {"status": "paused"}
 
     async def _resume(self, _: HttpRequest) -> Any:
         self._check_has_keys("a server can be paused")
-        await self._done(self.loop.resume())
+        await asyncio.wrap_future(self.loop.resume())
         return {"status": "resumed"}
 
-    async def _is_paused(self, _: HttpRequest) -> Any:
-        return {"is_paused": self.loop.is_paused}
-
     async def _health(self, _: HttpRequest) -> Response:
-        alive = self.loop.is_alive
-        return JSONResponse({"status": "ok" if alive else "the engine has stopped"}, 200 if alive else 503)
+        return self._state("ok")
 
     async def _ready(self, _: HttpRequest) -> Response:
         """Handles /ready: 200 when requests of usual sizes need no compilation."""
-        if not self.loop.is_alive:
-            return JSONResponse({"status": "the engine has stopped"}, 503)
-        is_ready = self.loop.is_ready
-        return JSONResponse({"status": "ready" if is_ready else "compiling"}, 200 if is_ready else 503)
+        return self._state("ready" if self.loop.is_ready else "compiling")
 
-    async def _list_weights(self, _: HttpRequest) -> Any:
-        return self.weights.describe()
+    def _state(self, state: str) -> Response:
+        state = state if self.loop.is_alive else "the engine has stopped"
+        return JSONResponse({"status": state}, 200 if state in ("ok", "ready") else 503)
 
     async def _begin_upload(self, http: HttpRequest) -> Any:
         self._check_has_keys("weights can be changed")
         return self.weights.begin(await run_in_threadpool(parse_json, await self._body(http)))
 
-    async def _put_piece(self, http: HttpRequest) -> Any:
+    async def _take_upload(self, http: HttpRequest) -> Any:
         self._check_has_keys("weights can be changed")
-        upload, piece = http.path_params["upload"], http.path_params["piece"]
-        time_s = self.limits.receive_timeout_s + MAX_PIECE_BYTES / LEAST_UPLOAD_BYTES_PER_S
+        upload = self.weights.take(http.path_params["upload"])
+        time_s = self.limits.receive_timeout_s + upload.num_bytes / LEAST_UPLOAD_BYTES_PER_S
         try:
             async with asyncio.timeout(time_s):
-                return await self.weights.put(upload, piece, http.headers.get("x-crc32"), http.stream())
+                tensors = await self.weights.received(upload, http.stream())
         except TimeoutError as error:
-            message = f"piece {piece} did not arrive within {time_s:g} s"
+            message = f"the weights did not arrive within {time_s:g} s"
             raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from error
-
-    async def _abort_upload(self, http: HttpRequest) -> Any:
-        self._check_has_keys("weights can be changed")
-        return self.weights.abort(http.path_params["upload"])
-
-    async def _commit_upload(self, http: HttpRequest) -> Any:
-        self._check_has_keys("weights can be changed")
-        upload = self.weights.close(http.path_params["upload"])
-        held = await run_in_threadpool(self.weights.prepared, upload)
-        return await self._done(self.loop.between_chunks(lambda: self.weights.take_over(upload, held)))
+        held = await run_in_threadpool(self.weights.prepared, upload, tensors)
+        return await asyncio.wrap_future(self.loop.between_chunks(lambda: self.weights.take_over(upload, held)))
 
     def _check_has_keys(self, what: str) -> None:
         if not self.limits.api_keys:
@@ -431,57 +343,13 @@ class Server:
     def _deadline_s(self, http: HttpRequest) -> float:
         return http.state.record.started_s + self.limits.request_timeout_s
 
-    def _threads_for(self, body: bytes, request: Request | None = None) -> ThreadPoolExecutor:
-        has_images = isinstance(request, ChatRequest) and bool(request.image_urls)
-        return self._threads_of_large if len(body) > LARGE_BYTES or has_images else self._threads
-
-    async def _in_time(self, work: Callable[[], T], deadline_s: float, threads: ThreadPoolExecutor) -> T:
+    async def _in_time(self, work: Callable[[], T], deadline_s: float, threads: ThreadPoolExecutor | None = None) -> T:
         """Returns the result of work in a thread, which nobody waits for after the deadline."""
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()):
-                return await asyncio.get_running_loop().run_in_executor(threads, work)
+                return await asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
         except TimeoutError as error:
             raise timeout_error() from error
-
-    async def _done(self, future: Future[T]) -> T:
-        """Returns what the loop's thread has done."""
-        try:
-            return await asyncio.wrap_future(future)
-        except ClosedError as error:
-            raise stopping() from error
-
-
-def _served_model(name: str, loop: EngineLoop) -> ServedModel:
-    engine = loop.engines[name]
-    if engine.tokenizer is None:
-        raise ValueError(f"the engine of {name} has no tokenizer; a server needs one for texts")
-    return ServedModel(
-        name=name,
-        tokenizer=engine.tokenizer,
-        turn_formats=TurnFormats(engine.tokenizer),
-        token_texts=TokenTexts(engine.tokenizer),
-        constraints=engine.constraints,
-        vocab_size=engine.config.vocab_size,
-        max_positions=engine.config.max_positions,
-        encoder=engine.image_encoder,
-    )
-
-
-def _pause_mode(http: HttpRequest) -> PauseMode:
-    """Returns the mode in the query of a request to pause; "abort" by default, as in vLLM."""
-    query, headers = http.query_params, http.headers
-    if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
-        raise ApiError(400, "a pause has no body; its mode is in the query, as in /pause?mode=keep", param="mode")
-    unknown = sorted(query.keys() - {"mode"})
-    if unknown:
-        message = f"unknown query field {unknown[0][:80]!a}; a pause has only mode"
-        is_known = unknown[0] in REFUSED_OF_PAUSES
-        raise ApiError(400, REFUSED_OF_PAUSES.get(unknown[0], message), param=unknown[0] if is_known else "mode")
-    for mode in get_args(PauseMode):
-        if query.get("mode", "abort") == mode:
-            return mode
-    message = f"mode must be one of {', '.join(get_args(PauseMode))}, got {query['mode'][:80]!a}"
-    raise ApiError(400, message, param="mode")
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:

@@ -18,6 +18,7 @@ MAX_ALL_PIXELS = 1 << 25  # of the images of a request: each takes 4 bytes decod
 DETAILS = ("auto", "low", "high")  # of images; without an effect here
 CHOICES = ("none", "auto", "required")
 SYSTEM = ("system", "developer")
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def is_text(value: Any) -> bool:
@@ -29,6 +30,24 @@ def short(value: Any) -> str:
     """Returns a value as an error quotes it."""
     text = repr(value)
     return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 3]}..."
+
+
+def expect(condition: Any, message: str, value: Any) -> None:
+    """Raises an `ApiError` that quotes a value, of the field that the message begins with, unless a condition holds."""
+    if not condition:
+        field = message.partition(" ")[0].partition(".")[0]
+        raise ApiError(400, f"{message}, got {short(value)}", field)
+
+
+def tools_of(tools: Any, kinds: tuple[str | None, ...], what: str, parameters: str) -> list[dict[str, Any]]:
+    """Returns the tools of another protocol, of these types and with schemas named `parameters`, as those of a chat."""
+    expect(isinstance(tools, list), "tools must be a list", tools)
+    found = []
+    for number, tool in enumerate(tools):
+        expect(isinstance(tool, Mapping) and tool.get("type") in kinds, f"tools.{number} must be {what}", tool)
+        function = {key: tool.get(key) for key in ("name", "description", "strict")}
+        found.append({"type": "function", "function": {**function, "parameters": tool.get(parameters)}})
+    return found
 
 
 def _unicode(text: str) -> str:
@@ -57,11 +76,10 @@ def _is_image(part: Any) -> bool:
 
 def _image(part: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an image of OpenAI's format as the chat template's, with the checked URL."""
-    if part["type"] == "image":
-        raise ApiError(400, "a message has a part of type image; images are parts of type image_url", "messages")
     given = part.get("image_url")
-    url = given.get("url") if isinstance(given, Mapping) else given
-    if not isinstance(url, str) or (isinstance(given, Mapping) and given.get("detail", "auto") not in DETAILS):
+    url: Any = given.get("url") if isinstance(given, Mapping) else given
+    is_sound = isinstance(url, str) and not (isinstance(given, Mapping) and given.get("detail", "auto") not in DETAILS)
+    if part["type"] == "image" or not is_sound:
         form = "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}}"
         raise ApiError(400, f"a part of a message must be {form}", "messages")
     if not url.startswith(URL):
@@ -71,11 +89,7 @@ def _image(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoded_images(urls: Sequence[str]) -> list[Any]:
-    """Returns the PIL images of `data:` URLs.
-
-    Raises:
-        ApiError: One cannot be decoded or is too large, there are too many, or they are too large together.
-    """
+    """Returns the PIL images of `data:` URLs."""
     if len(urls) > MAX_IMAGES:
         raise ApiError(400, f"the chat has {len(urls)} images; a request may have {MAX_IMAGES}", "messages")
     with bad_request("messages", code="invalid_image"):
@@ -115,7 +129,6 @@ def _messages(given: list[Message]) -> list[dict[str, Any]]:
         if isinstance(fields["content"], list) and message.role not in ("user", *SYSTEM):
             raise ApiError(400, f"messages.{number} has an image, and its role is {short(message.role)}", "messages")
         messages.append(fields)
-    _check_results(messages)
     with bad_request("messages"):
         checked = check_messages(without_images(messages), "messages", may_be_empty=True, with_images=True)
     return [
@@ -124,59 +137,43 @@ def _messages(given: list[Message]) -> list[dict[str, Any]]:
     ]
 
 
-def _check_results(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses the result of a tool that belongs to no earlier call."""
-    ids: dict[str, None] = {}  # as they are quoted, whatever their type
-    for number, message in enumerate(messages):
-        calls = message.get("tool_calls") if message["role"] == "assistant" else None
-        if isinstance(calls, list):
-            ids |= dict.fromkeys(repr(call.get("id")) for call in calls if isinstance(call, Mapping))
-        found = message.get("tool_call_id")
-        if message["role"] == "tool" and repr(found) not in ids:
-            known = f"the calls before it have the ids {', '.join(ids):.{MAX_QUOTED}}"
-            name = "has no tool_call_id" if found is None else f"is the result of the call {short(found)}"
-            known = known if ids else "there is no call before it"
-            raise ApiError(400, f"messages.{number}, a tool's, {name}; {known}", "messages")
-
-
 def _tools(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or len(value) > MAX_TOOLS:
-        raise ApiError(400, f"tools must be a list of at most {MAX_TOOLS} functions, got {short(value)}", "tools")
+    is_list = isinstance(value, list) and len(value) <= MAX_TOOLS
+    expect(is_list, f"tools must be a list of at most {MAX_TOOLS} functions", value)
+    tools = []
     for number, tool in enumerate(value):
         if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
             message = f"tools.{number} must be {{'type': 'function', 'function': {{...}}}}, got {short(tool)}"
             raise ApiError(400, message, "tools", "unsupported_value")
-        function = tool.get("function")
-        if not isinstance(function, Mapping) or not is_text(function.get("name")) or not function["name"]:
-            raise ApiError(400, f"tools.{number}.function must have a name, got {short(function)}", "tools")
-        if not isinstance(function.get("parameters"), Mapping | None):
-            message = f"tools.{number}.function.parameters must be a JSON schema, got {short(function['parameters'])}"
-            raise ApiError(400, message, "tools")
-    names = [tool["function"]["name"] for tool in value]
-    repeated = next((name for name in names if names.count(name) > 1), None)
-    if repeated is not None:
-        raise ApiError(400, f"two tools have the name {short(repeated)}", "tools")
+        given: Any = tool.get("function")
+        has_name = isinstance(given, Mapping) and is_text(given.get("name")) and given["name"]
+        expect(has_name, f"tools.{number}.function must have a name", given)
+        parameters = given.get("parameters")
+        is_schema = isinstance(parameters, Mapping | None)
+        expect(is_schema, f"tools.{number}.function.parameters must be a JSON schema", parameters)
+        expect(
+            all(given["name"] != each["function"]["name"] for each in tools),
+            "tools must have different names",
+            given["name"],
+        )
+        # in the order in which templates of models that know tools were trained to read them; null fields are left out
+        function = {"name": "", "description": "", "parameters": NO_ARGUMENTS}
+        function |= {key: each for key, each in given.items() if each is not None and (key, each) != ("parameters", {})}
+        tools.append({"type": "function", "function": function})
     with bad_request("tools"):
         check_tools(value, "the request")
-    return [{"type": "function", "function": _function(tool["function"])} for tool in value]
-
-
-def _function(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a function without null fields, with the schema of no arguments if it has none."""
-    function = {key: value for key, value in given.items() if value is not None and (key, value) != ("parameters", {})}
-    # in the order in which templates of models that know tools were trained to read them
-    no_arguments = {"type": "object", "properties": {}, "additionalProperties": False}
-    return {"name": "", "description": "", "parameters": no_arguments, **function}
+    return tools
 
 
 def _tool_choice(value: Any) -> str | dict[str, str]:
     if value in CHOICES:
         return value
-    function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
-    if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-        return {"name": function["name"]}
-    message = f"tool_choice must be one of {', '.join(CHOICES)}, or {{'type': 'function', 'function': {{'name': ...}}}}"
-    raise ApiError(400, f"{message}, got {short(value)}", "tool_choice")
+    is_function = isinstance(value, Mapping) and value.get("type") == "function"
+    function: Any = value.get("function") if is_function else None
+    has_name = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    form = f"one of {', '.join(CHOICES)}, or {{'type': 'function', 'function': {{'name': ...}}}}"
+    expect(has_name, f"tool_choice must be {form}", value)
+    return {"name": function["name"]}
 
 
 def _template_kwargs(value: Any) -> dict[str, Any]:
@@ -195,11 +192,8 @@ def text_of(content: Any, kinds: tuple[str, ...], where: str, between: str = "")
     """Returns the text of a content: a text, or a list of parts of these types with texts, joined by `between`."""
     if is_text(content):
         return content
-    field = where.partition(".")[0]
-    if not isinstance(content, list):
-        raise ApiError(400, f"{where} must be a text or a list of parts, got {short(content)}", field)
+    expect(isinstance(content, list), f"{where} must be a text or a list of parts", content)
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") not in kinds or not is_text(part.get("text")):
-            message = f"{where} may have parts of type {' or '.join(kinds)} with a text, got {short(part)}"
-            raise ApiError(400, message, field)
+        is_sound = isinstance(part, Mapping) and part.get("type") in kinds and is_text(part.get("text"))
+        expect(is_sound, f"{where} may have parts of type {' or '.join(kinds)} with a text", part)
     return between.join(part["text"] for part in content)

@@ -50,6 +50,9 @@ class RemoteSampler:
     The same seed gives the completions of an `Engine` in this process, independent of which server samples which.
     Other programs' servers have their own arithmetic and randomness (see `serve.dialects`).
 
+    Of several processes the primary one asks the servers, with a copy of the weights in its host's memory, and
+    broadcasts the completions; all processes must submit the same sequences.
+
     Args:
         urls: Addresses of `groupax serve`s with the model, each with a key; or of vLLM or SGLang.
         config: The model's architecture.
@@ -83,9 +86,12 @@ class RemoteSampler:
         self.servers = [RemoteServer(url, api_key, timeout_s) for url in urls]
         self._adapter, self._shared = adapter, shared
         self._dialects: dict[RemoteServer, Dialect] = {}
-        self.begun: set[_RolloutRequests] = set()
+        self.begun: set[RemoteSession] = set()
         self.version = 0
         self._params: Params | None = None
+        self._copied: Params | None = None  # the weights that `_to_push` is a copy of, if there are several processes
+        self._to_push: Params | None = None
+        self._copies: dict[int, tuple[weakref.ref[Any], Any]] = {}  # by id of the array that was copied
         self.params = params
 
     @property
@@ -98,7 +104,9 @@ class RemoteSampler:
     def params(self, params: Params) -> None:
         if params is not self._params:
             self._params = params
-            self.version += 1
+            if processes.num_processes() == 1:  # else `session` copies them first
+                self._to_push = params
+                self.version += 1
 
     def release(self) -> None:
         """Does nothing: the servers have their own copies of the weights."""
@@ -121,21 +129,36 @@ class RemoteSampler:
 
     def session(self) -> "RemoteSession":
         """Returns a new session, in which further sequences can be submitted while others run."""
+        if processes.num_processes() > 1 and self._copied is not self.params:
+            copies = {}
+
+            def copied(leaf: Any) -> Any:
+                if not isinstance(leaf, jax.Array):  # a number, as an adapter's scale
+                    return leaf
+                known, copy = self._copies.get(id(leaf), (None, None))
+                if known is None or known() is not leaf:
+                    copy = to_host_on_primary(leaf)
+                copies[id(leaf)] = weakref.ref(leaf), copy
+                return copy
+
+            self._to_push, self._copied = jax.tree.map(copied, self.params), self.params
+            self._copies = copies
+            self.version += 1  # after the weights, which another session's requests may push
         return RemoteSession(self)
 
     def cancel(self) -> None:
         """Cancels everything under way, whose consumers get a `RolloutCancelled`. From any thread."""
-        for requests in list(self.begun):
-            requests.cancel()
+        for session in list(self.begun):
+            session.cancel()
 
-    def complete(self, number: int, group: list[Completion], requests: "_RolloutRequests") -> list[Completion]:
+    def complete(self, number: int, group: list[Completion], session: "RemoteSession") -> list[Completion]:
         """Samples a prompt's completions on the server of this number, or on the next ones."""
         silent_since_s: float | None = None
         attempt, wait_s = 0, FIRST_WAIT_S
-        while not requests.cancelled.is_set():
-            server, is_full, is_slow = self.servers[(number + attempt) % len(self.servers)], False, False
+        while not session.cancelled.is_set():
+            server, is_full, advice = self.servers[(number + attempt) % len(self.servers)], False, ""
             try:
-                return self._sample_on(server, group, requests)
+                return self._sample_on(server, group, session)
             except RefusedError as refused:
                 if refused.code in RETRIED_CODES:
                     self._forget_weights(server)
@@ -144,33 +167,26 @@ class RemoteSampler:
                 last, is_full = f"{server.url}: {refused}", refused.status == HTTPStatus.TOO_MANY_REQUESTS
                 is_slow = refused.status == HTTPStatus.GATEWAY_TIMEOUT
             except (OSError, http.client.HTTPException) as error:
-                if requests.cancelled.is_set():
+                if session.cancelled.is_set():
                     break
                 self._forget_weights(server)  # it may have restarted
                 last = f"{server.url}: {error!r}"
                 is_slow = isinstance(error, TimeoutError) and error.errno is None  # our timeout, not the system's
+            if is_slow:
+                advice = (
+                    f"; the {len(group)} completions of a prompt, of up to {group[0].params.max_tokens} tokens, took "
+                    f"too long: raise rollout_timeout_s, now {self.timeout_s:g} s, and the servers' own limit "
+                    "(--request_timeout_s of groupax serve), or sample fewer or shorter ones"
+                )
             now_s = time.monotonic()
-            if is_full:
-                silent_since_s = None
-            elif silent_since_s is None:
-                silent_since_s = now_s
-            elif now_s - silent_since_s > self.patience_s:
-                raise RunError(self._too_slow(group, last) if is_slow else self._silent(last))
+            silent_since_s = None if is_full else silent_since_s or now_s
+            if silent_since_s is not None and now_s - silent_since_s > self.patience_s:
+                raise RunError(f"no server has sampled for {self.patience_s:.0f} s; the last error is: {last}{advice}")
             attempt += 1
             if attempt % len(self.servers) == 0:
-                requests.cancelled.wait(wait_s)
+                session.cancelled.wait(wait_s)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
         raise RolloutCancelled
-
-    def _silent(self, last: str) -> str:
-        return f"no server has sampled for {self.patience_s:.0f} s; the last error is: {last}"
-
-    def _too_slow(self, group: list[Completion], last: str) -> str:
-        return (
-            f"the {len(group)} completions of a prompt, of up to {group[0].params.max_tokens} tokens, took too long: "
-            f"{last}; raise rollout_timeout_s, now {self.timeout_s:g} s, and the servers' own limit "
-            "(--request_timeout_s of groupax serve), or sample fewer or shorter ones"
-        )
 
     def push(self, server: RemoteServer) -> tuple[Dialect, int]:
         """Gives a server the current weights, unless it has them; returns its dialect and their version."""
@@ -180,7 +196,8 @@ class RemoteSampler:
                 self._dialects[server] = dialect
             dialect = self._dialects[server]
             if dialect.pushed != self.version:
-                dialect.push(self.params, self.version)
+                assert self._to_push is not None, "set by __init__, or copied by the session"
+                dialect.push(self._to_push, self.version)
             return dialect, dialect.pushed
 
     def _forget_weights(self, server: RemoteServer) -> None:
@@ -188,13 +205,11 @@ class RemoteSampler:
         if (dialect := self._dialects.get(server)) is not None:
             dialect.pushed = UNKNOWN
 
-    def _sample_on(
-        self, server: RemoteServer, group: list[Completion], requests: "_RolloutRequests"
-    ) -> list[Completion]:
+    def _sample_on(self, server: RemoteServer, group: list[Completion], session: "RemoteSession") -> list[Completion]:
         if group[0].params.grammar is not None:
             raise RunError("servers take no grammar; set regex or json_schema, or sample without rollout_servers")
         dialect, made_by = self.push(server)
-        with requests.connection(server) as connection:
+        with session.connection(server) as connection:
             completions = dialect.complete(group, connection)
         check_completions(completions, group, server.url, self.config.vocab_size)
         for sequence, each in zip(group, completions, strict=True):
@@ -206,55 +221,67 @@ class RemoteSampler:
 
 
 class RemoteSession:
-    """The requests of a rollout, one per prompt: a `engine.sequence.SamplingSession`."""
+    """The requests of a rollout, one per prompt: a `engine.sequence.SamplingSession`.
+
+    Attributes:
+        cancelled: Set when they are cancelled, all together.
+    """
 
     def __init__(self, sampler: RemoteSampler) -> None:
-        self._sampler, self._requests = sampler, _RolloutRequests()
-        sampler.begun.add(self._requests)
+        self._sampler, self.cancelled = sampler, threading.Event()
+        sampler.begun.add(self)
         self._pool = ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="rollout")
         self._work: set[Future[list[Completion]]] = set()
         self._num_submitted = 0
+        self._numbers = itertools.count()
+        self._under_way: dict[int, Completion] = {}  # by number, which all processes give alike
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
 
     @property
     def busy(self) -> bool:
         """True while any sequence waits or runs."""
-        return bool(self._work)
+        return bool(self._under_way)
 
     def submit(self, sequences: Iterable[Completion]) -> None:
         """Adds unstarted sequences; those of one prompt are one request."""
         groups: dict[int, list[Completion]] = {}
         for sequence in sequences:
+            self._under_way[next(self._numbers)] = sequence
             groups.setdefault(sequence.prompt_index, []).append(sequence)
-        for group in groups.values():
-            self._work.add(self._pool.submit(self._sampler.complete, self._num_submitted, group, self._requests))
+        for group in groups.values() if processes.is_primary() else ():
+            self._work.add(self._pool.submit(self._sampler.complete, self._num_submitted, group, self))
             self._num_submitted += 1
 
     def step(self) -> Iterator[tuple[Completion, int]]:
         """Waits a moment for a request to end; yields its sequences with their numbers of tokens.
 
         Raises:
-            RunError: No server can sample, or the servers do not fit the model.
+            RunError: No server can sample, or the servers do not fit the model. It is raised in all processes.
             RolloutCancelled: `RemoteSampler.cancel` was called.
         """
+        for number, values in processes.run_on_primary(self._finished):
+            sequence = self._under_way.pop(number)
+            for name, value in zip(UPDATED_FIELDS, values, strict=True):
+                setattr(sequence, name, value)
+            yield sequence, len(sequence.tokens)
+
+    def _finished(self) -> list[tuple[int, list[Any]]]:
+        """Returns the numbers and the new values of sequences that have finished."""
         done, self._work = wait(self._work, LONGEST_STEP_S, FIRST_COMPLETED)
-        for each in done:
-            for sequence in each.result():
-                yield sequence, len(sequence.tokens)
+        numbers = {id(sequence): number for number, sequence in self._under_way.items()}
+        return [
+            (numbers[id(sequence)], [getattr(sequence, name) for name in UPDATED_FIELDS])
+            for each in done
+            for sequence in each.result()
+        ]
 
     def close(self) -> None:
         """Cancels what is under way."""
-        self._sampler.begun.discard(self._requests)
-        self._requests.cancel()
+        self._under_way.clear()
+        self._sampler.begun.discard(self)
+        self.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-class _RolloutRequests:
-    """The requests of a rollout, which are cancelled together."""
-
-    def __init__(self) -> None:
-        self.cancelled = threading.Event()
-        self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()
 
     @contextmanager
     def connection(self, server: RemoteServer) -> Iterator[http.client.HTTPConnection]:
@@ -307,101 +334,3 @@ def check_completions(
 
 def _is_list(value: Any, kind: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, kind) and not isinstance(each, bool) for each in value)
-
-
-class BroadcastSampler:
-    """A `engine.sequence.PolicySampler` that samples on servers in the primary process and broadcasts the completions.
-
-    Args:
-        sampler: Samples on the servers.
-        params: The weights; set them before each rollout. The primary process keeps a copy of them in host memory.
-    """
-
-    def __init__(self, sampler: RemoteSampler, params: Params) -> None:
-        self.params = params
-        self._sampler = sampler
-        self._sent: Params | None = None
-        self._copies: dict[int, tuple[weakref.ref[Any], Any]] = {}  # by id of the array that was copied
-
-    def release(self) -> None:
-        """Does nothing: the servers have their own copies of the weights."""
-
-    def sequences(
-        self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
-    ) -> list[Completion]:
-        """Returns unstarted sequences (see `Engine.sequences`)."""
-        return self._sampler.sequences(prompts, params, step, first_prompt)
-
-    def session(self) -> "BroadcastSession":
-        """Returns a new session. All processes must submit the same sequences to it."""
-        if self.params is not self._sent:
-            copies = self._copied(self.params)
-            if processes.is_primary():
-                self._sampler.params = copies
-            self._sent = self.params
-        return BroadcastSession(self._sampler.session() if processes.is_primary() else None)
-
-    def _copied(self, params: Params) -> Params:
-        """Returns the weights in host memory of the primary process; arrays that were copied before are reused."""
-        copies = {}
-
-        def copied(leaf: Any) -> Any:
-            if not isinstance(leaf, jax.Array):  # a number, as an adapter's scale
-                return leaf
-            known, copy = self._copies.get(id(leaf), (None, None))
-            if known is None or known() is not leaf:
-                copy = to_host_on_primary(leaf)
-            copies[id(leaf)] = weakref.ref(leaf), copy
-            return copy
-
-        result = jax.tree.map(copied, params)
-        self._copies = copies
-        return result
-
-
-class BroadcastSession:
-    """Sequences that the primary process samples (the session is its own): a `engine.sequence.SamplingSession`."""
-
-    def __init__(self, session: RemoteSession | None) -> None:
-        self._session = session
-        self._numbers = itertools.count()
-        self._under_way: dict[int, Completion] = {}  # by number, which the processes give alike
-
-    @property
-    def busy(self) -> bool:
-        """True while any sequence waits or runs."""
-        return bool(self._under_way)
-
-    def submit(self, sequences: Iterable[Completion]) -> None:
-        """Adds unstarted sequences."""
-        given = list(sequences)
-        for sequence in given:
-            self._under_way[next(self._numbers)] = sequence
-        if self._session is not None:
-            self._session.submit(given)
-
-    def step(self) -> Iterator[tuple[Completion, int]]:
-        """Waits a moment for a request to end; yields its sequences with their numbers of tokens.
-
-        Errors (see `RemoteSession.step`) are raised in all processes.
-        """
-        for number, values in processes.run_on_primary(self._finished):
-            sequence = self._under_way.pop(number)
-            for name, value in zip(UPDATED_FIELDS, values, strict=True):
-                setattr(sequence, name, value)
-            yield sequence, len(sequence.tokens)
-
-    def close(self) -> None:
-        """Cancels what is under way."""
-        self._under_way.clear()
-        if self._session is not None:
-            self._session.close()
-
-    def _finished(self) -> list[tuple[int, list[Any]]]:
-        """Returns the numbers and the new values of sequences that have finished, in the primary process."""
-        assert self._session is not None, "of the primary process"
-        numbers = {id(sequence): number for number, sequence in self._under_way.items()}
-        return [
-            (numbers[id(sequence)], [getattr(sequence, name) for name in UPDATED_FIELDS])
-            for sequence, _ in self._session.step()
-        ]

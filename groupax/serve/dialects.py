@@ -1,6 +1,6 @@
 """The dialects of servers that sample rollouts: groupax, vLLM and SGLang.
 
-groupax:       changed tensors ──► uploads in pieces ──► taken over between two chunks
+groupax:       changed tensors ──► an upload ──► taken over between two chunks
 vLLM, SGLang:  weights ──► a shared folder ──► the server loads it, and clears its prefix cache
 all:           prompts ──► token ids, with the log-probs of the sampled tokens
 
@@ -13,7 +13,6 @@ import shutil
 import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
@@ -30,14 +29,13 @@ from groupax.models.lora import Adapter, adapter_config_dict, adapter_specs
 from groupax.models.specs import Params, model_specs
 from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.saving import host_tensors, param_leaves, save_model, specs_by_name, trained_params
-from groupax.serve.remote import PIECE_BYTES, RefusedError, RemoteServer, manifest_of, pieces_of, reading
+from groupax.serve.remote import RefusedError, RemoteServer, bytes_of, manifest_of, reading
 from groupax.settings.sampling import SAMPLER, SamplingParams
 
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}  # by `owned_by` of their models
 BUSY = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)
 NEEDED = "token ids, log-probs and a reason of the end (of vLLM, 0.10.2 or newer)"
 NUM_KEPT_VERSIONS = 2  # a server may still be loading the previous one
-NUM_SENDERS = 2  # threads that send pieces: one computes checksums while the server receives the other's
 UNKNOWN = -1  # version of the weights of a server that may have any
 
 
@@ -137,25 +135,10 @@ class Groupax:
     ) -> dict[str, Any]:
         """Replaces tensors of the weights that the server holds, and returns what it holds then."""
         begin = {"model": held["model"], "version": version, "replaces": held["state"]}
-        begin |= {"adapter": self._settings, "tensors": manifest_of(tensors), "piece_bytes": PIECE_BYTES}
+        begin |= {"adapter": self._settings, "tensors": manifest_of(tensors)}
         path = "/groupax/v1/weights"
-        path += "/" + self._server.request("POST", path, begin, connection)["upload"]
-        pieces, lock = enumerate(pieces_of(tensors)), threading.Lock()
-
-        def send() -> None:
-            with closing(self._server.connection()) as own:
-                while True:
-                    with lock:
-                        number, piece = next(pieces, (None, None))
-                    if piece is None:
-                        return
-                    parts, crc = piece
-                    self._server.request("PUT", f"{path}/{number}", parts, own, x_crc32=f"{crc:08x}")
-
-        with ThreadPoolExecutor(NUM_SENDERS) as pool:
-            for sender in [pool.submit(send) for _ in range(NUM_SENDERS)]:
-                sender.result()
-        return self._server.request("POST", f"{path}/commit")  # a new connection: the other one may have been closed
+        upload = self._server.request("POST", path, begin, connection)["upload"]
+        return self._server.request("PUT", f"{path}/{upload}", bytes_of(tensors), connection)
 
     def _held(self, connection: HTTPConnection) -> dict[str, Any]:
         response = self._server.request("GET", "/groupax/v1/weights", None, connection)

@@ -1,8 +1,7 @@
 """A request with what its response is made of, whatever the protocol. Imports no jax."""
 
 import asyncio
-from bisect import bisect_left, bisect_right
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -58,11 +57,7 @@ class Completion:
 
 
 async def arriving_deltas(deltas: "asyncio.Queue[Delta]", num: int) -> AsyncIterator[Delta]:
-    """Yields the deltas of a job until all its completions are finished.
-
-    Raises:
-        ApiError: The engine failed, or gave up the request.
-    """
+    """Yields the deltas of a job until all its completions are finished."""
     while num:
         delta = await deltas.get()
         if delta.finish_reason == "abort":
@@ -153,7 +148,7 @@ class Exchange:
         return f"token_id:{token}" if self.request.return_tokens_as_token_ids else self.token_texts.text(token)
 
     def logprob_entries(self, completion: Completion) -> list[dict[str, Any]]:
-        """Returns the log-prob of each token with its alternatives, as entries of OpenAI's chats and responses."""
+        """Returns the log-prob of each token with its alternatives, as entries of OpenAI's chats."""
         alternatives = completion.alternatives if self.request.logprobs else [[] for _ in completion.tokens]
         return [
             {**self._entry(token, logp), "top_logprobs": [self._entry(*other) for other in others]}
@@ -194,34 +189,10 @@ class Writer(Protocol):
         ...
 
 
-def parts_of(turn: Turn) -> Iterator[tuple[str, str | Call]]:
-    """Yields what a turn has, in order: ("reasoning", text), ("content", text), then ("call", call) for each."""
-    if turn.reasoning:
-        yield "reasoning", turn.reasoning
-    if turn.content:
-        yield "content", turn.content
-    for call in turn.calls:
-        yield "call", call
-
-
-def tokens_of_text(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], text: str, before: str = "") -> range:
-    """Returns the positions of the tokens that a part of a turn is made of; none if the turn does not have the part.
-
-    Args:
-        decode: Returns the text of tokens.
-        tokens: All tokens of the turn.
-        text: The part.
-        before: Another part, which comes earlier in the turn.
-    """
-    whole = decode(tokens)
-    at = whole.find(before)
-    first = whole.find(text, at + len(before) if at >= 0 else 0) if text else -1
-    if first < 0:
-        return range(0)
-    num = range(len(tokens) + 1)
-    begin = bisect_right(num, first, key=lambda n: len(decode(tokens[:n]))) - 1
-    end = bisect_left(num, first + len(text), key=lambda n: len(decode(tokens[:n])))
-    return range(max(begin, 0), end)
+def parts_of(turn: Turn) -> list[tuple[str, str | Call]]:
+    """Returns what a turn has, in order: ("reasoning", text), ("content", text), then ("call", call) for each."""
+    texts = [("reasoning", turn.reasoning), ("content", turn.content)]
+    return [*((kind, text) for kind, text in texts if text), *(("call", call) for call in turn.calls)]
 
 
 class PieceStream:
@@ -317,3 +288,30 @@ class TextStream:
                     first_held = start
                 start = text.find(stop[0], start + 1)
         return text[:first_held]
+
+
+async def streamed(
+    exchange: Exchange, writer: Writer, num: int, arriving: AsyncIterator[Delta], tokenizer: Any
+) -> AsyncIterator[dict[str, Any]]:
+    """Yields the events of a streamed response.
+
+    Args:
+        exchange: The request and what its response is made of.
+        writer: Writes the events.
+        num: Number of completions.
+        arriving: Their deltas.
+        tokenizer: Tokenizer of the model.
+    """
+    streams = [PieceStream(exchange, index, tokenizer) for index in range(num)]
+    completions = [Completion() for _ in streams]
+    for event in writer.first_events():
+        yield event
+    async for delta in arriving:
+        completion = completions[delta.index]
+        if delta.start < len(completion.tokens):
+            raise ApiError(503, "the weights changed, and the completion had to be restarted", code="aborted")
+        for event in writer.events(delta, streams[delta.index].add(delta), completion):
+            yield event
+        completion.add(delta)
+    for event in writer.last_events(completions):
+        yield event

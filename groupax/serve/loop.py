@@ -28,6 +28,7 @@ from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
 from groupax.parallel.mesh import num_data_shards
 from groupax.serve.exchange import Delta
+from groupax.serve.web import ApiError
 from groupax.settings.sampling import SamplingParams
 from groupax.types import PromptImages
 
@@ -39,18 +40,21 @@ PauseMode = Literal["keep", "wait", "abort"]
 
 # Chunks for which unused slots are kept: clients often send another request after a response.
 PATIENCE = 32
-# What one turn of the loop may take while other requests wait, in seconds: a wide request joins in parts of PART
-# completions, more of them at a time as long as chunks take less, and prompts are scored some columns at a time.
-LONGEST_TURN_S = 0.25
-PART = 32
+LONGEST_TURN_S = 0.25  # of scoring prompts, for which other requests wait: some columns at a time
 
 
-class QueueFullError(Exception):
+class QueueFullError(ApiError):
     """The loop has as many sequences as it takes."""
 
+    def __init__(self, what: str) -> None:
+        super().__init__(429, f"{what}; try again later", code="queue_full", headers={"retry-after": "1"})
 
-class ClosedError(Exception):
+
+class ClosedError(ApiError):
     """The loop takes no more requests."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "the server is stopping", code="stopping")
 
 
 @dataclass(eq=False)
@@ -76,22 +80,14 @@ class LoopCounts:
 
     num_running: int = 0
     num_waiting: int = 0
-    num_prompt_tokens: int = 0
     num_tokens: int = 0
-    num_finished: int = 0
     num_cancelled: int = 0
     num_chunks: int = 0
 
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """The current load of an engine.
-
-    Attributes:
-        num_running: Sequences in slots.
-        num_waiting: Sequences without a slot.
-        kv_frac: Fraction of the KV cache that they use.
-    """
+    """The current load of an engine."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -135,8 +131,6 @@ class EngineLoop:
         self._sessions = {name: self._new_session(name) for name in own}
         self.loads = {name: EngineLoad() for name in own}
         self._jobs: dict[int, tuple[Job, int]] = {}  # by sequence: its job, its index there
-        self._parts: dict[str, deque[list[Sequence]]] = {name: deque() for name in own}  # of wide requests, which wait
-        self._widths = dict.fromkeys(own, PART)  # most sequences at once while such parts wait
         self._num_sequences = 0  # submitted and not ended
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -176,21 +170,18 @@ class EngineLoop:
             while missing := self.between_chunks(partial(session.usual_programs, clients, most)).result():
                 programs.request(missing)
                 programs.wait(missing)
-            for number in sorted(clients):  # requests compile the small rest, and load the programs
-                self._widths[name] = max(self._widths[name], number)
-                self._run_dummies(name, min(number, self.max_sequences))
+            for number in sorted(min(each, self.max_sequences) for each in clients):
+                # requests compile the small rest, and load the programs
+                done = threading.Semaphore(0)
+
+                def listener(delta: Delta, done: threading.Semaphore = done) -> None:
+                    if delta.finish_reason is not None:
+                        done.release()
+
+                self.submit(name, [np.zeros(1, np.int32)] * number, SamplingParams(max_tokens=1), listener)
+                for _ in range(number):
+                    done.acquire()
         return sum(programs.num_compiled for programs in self.programs.values()) - before
-
-    def _run_dummies(self, model: str, number: int) -> None:
-        done = threading.Semaphore(0)
-
-        def listener(delta: Delta) -> None:
-            if delta.finish_reason is not None:
-                done.release()
-
-        self.submit(model, [np.zeros(1, np.int32)] * number, SamplingParams(max_tokens=1), listener)
-        for _ in range(number):
-            done.acquire()
 
     @property
     def is_alive(self) -> bool:
@@ -225,9 +216,6 @@ class EngineLoop:
         for sequence in sequences:
             sequence.images = images
         if row_keys is not None:
-            if row_keys.shape != (len(sequences), 2):
-                num = len(sequences)
-                raise ValueError(f"row_keys must have {num} pairs, one for each completion, got {len(row_keys)}")
             for sequence, key in zip(sequences, row_keys, strict=True):
                 sequence.key = key
         session = self._sessions[self._firsts[model]]
@@ -237,7 +225,7 @@ class EngineLoop:
             if self._closed:
                 raise ClosedError
             if self._num_sequences + len(sequences) > self.max_sequences:
-                raise QueueFullError
+                raise QueueFullError(f"{self.max_sequences} completions wait or run")
             self._num_sequences += len(sequences)
             self._commands.append(lambda: self._start(job))
             self._changed.notify()
@@ -317,7 +305,7 @@ class EngineLoop:
         try:
             while True:
                 with self._changed:
-                    while not (self._closed or self._commands or self._can_step):
+                    while not (self._closed or self._commands or (self._has_work and not self.is_paused)):
                         self._changed.wait()
                     if self._closed:
                         break
@@ -333,32 +321,27 @@ class EngineLoop:
             with self._changed:
                 self._closed = True
             with ExitStack() as last:  # runs each of these, even if an earlier one raises
-                last.callback(self._end_pause)
+                last.callback(self._answer_pauses)
                 last.callback(self._abort_all)
                 for command in reversed(self._commands):
                     last.callback(command)
 
     def _restart(self, model: str) -> None:
         self._sessions[model] = self._new_session(model)
-        self._parts[model].clear()
 
     def _new_session(self, model: str) -> Session:
         return Session(self.engines[model], PATIENCE, self.programs[model])
 
     @property
-    def _can_step(self) -> bool:
-        return not self.is_paused and any(self._parts[name] or each.can_step for name, each in self._sessions.items())
+    def _has_work(self) -> bool:
+        return any(session.can_step for session in self._sessions.values())
 
     def _pause_if_idle(self) -> None:
         """Stops the engines for a pause, unless it waits for requests that still run."""
-        is_busy = any(self._parts[name] or session.busy for name, session in self._sessions.items())
+        is_busy = any(session.busy for session in self._sessions.values())
         if self.pausing is not None and not (self.pausing == "wait" and is_busy):
             self.is_paused = True
             self._answer_pauses()
-
-    def _end_pause(self) -> None:
-        self.pausing, self.is_paused = None, False
-        self._answer_pauses()
 
     def _answer_pauses(self) -> None:
         waiting, self._pauses = self._pauses, []
@@ -366,7 +349,8 @@ class EngineLoop:
             future.set_result(None)
 
     def _resume(self) -> None:
-        self._end_pause()
+        self.pausing, self.is_paused = None, False
+        self._answer_pauses()
         arrived, self._arrived_while_paused = self._arrived_while_paused, []
         for job in arrived:
             self._admit(job)
@@ -376,9 +360,7 @@ class EngineLoop:
             self._changed.notify()
 
     def _step(self, model: str) -> None:
-        session, parts = self._sessions[model], self._parts[model]
-        while parts and session.num_running + session.num_waiting < self._widths[model]:
-            session.submit([each for each in parts.popleft() if not each.finish_reason])
+        session = self._sessions[model]
         if not session.busy:
             return
         begun_s, session.pace.device_s = time.perf_counter(), 0.0
@@ -392,32 +374,24 @@ class EngineLoop:
             self._abort_all(model)
             return
         deltas = [each for sequence in updates if (each := self._delta(sequence)) is not None]
-        num_finished = sum(delta.finish_reason is not None for _, delta in deltas)
-        self._release(num_finished)
+        self._release(sum(delta.finish_reason is not None for _, delta in deltas))
         num_tokens = sum(len(delta.tokens) for _, delta in deltas)
-        self._count(num_chunks=int(bool(deltas)), num_tokens=num_tokens, num_finished=num_finished)  # before listeners
+        self._count(num_chunks=int(bool(deltas)), num_tokens=num_tokens)  # before listeners
         for job, delta in deltas:
             job.listener(delta)
         session.pace.add_host(time.perf_counter() - begun_s - session.pace.device_s)
-        if session.pace.device_s > LONGEST_TURN_S:
-            self._widths[model] = max(PART, session.num_running // 2)
-        elif parts and session.pace.device_s < LONGEST_TURN_S / 2 and session.num_running >= self._widths[model] // 2:
-            self._widths[model] *= 2
 
     def _start(self, job: Job) -> None:
         for index, sequence in enumerate(job.sequences):
             self._jobs[id(sequence)] = job, index
-        self._count(num_prompt_tokens=sum(len(s.prompt) for s in job.sequences if s.sample_index == 0))
+        self._count()
         if self.pausing is None:
             self._admit(job)
         else:
             self._arrived_while_paused.append(job)
 
     def _admit(self, job: Job) -> None:
-        """Has a request join its engine's session: at once, or the rest of a wide one later and in parts."""
-        model, sequences = self._firsts[job.model], job.sequences
-        self._sessions[model].submit(sequences[:PART])
-        self._parts[model].extend(sequences[first : first + PART] for first in range(PART, len(sequences), PART))
+        self._sessions[self._firsts[job.model]].submit(job.sequences)
 
     def _cancel(self, job: Job) -> None:
         cancelled = [sequence for sequence in job.sequences if self._jobs.pop(id(sequence), None) is not None]
@@ -470,9 +444,7 @@ class EngineLoop:
             name: EngineLoad(session.num_running, session.num_waiting, session.kv_frac)
             for name, session in self._sessions.items()
         }
-        held = [job.sequences for job in self._arrived_while_paused]
-        held += [part for parts in self._parts.values() for part in parts]
-        num_held = sum(id(each) in self._jobs for part in held for each in part)
+        num_held = sum(id(each) in self._jobs for job in self._arrived_while_paused for each in job.sequences)
         values["num_running"] = sum(load.num_running for load in self.loads.values())
         values["num_waiting"] = sum(load.num_waiting for load in self.loads.values()) + num_held
         self.counts = LoopCounts(**{**vars(self.counts), **values})
@@ -495,20 +467,9 @@ class PromptScorer:
     async def score(
         self, model: str, prompts: list[np.ndarray], temperature: float, num_alternatives: int
     ) -> list[PromptLogps]:
-        """Returns the log-probs of prompts, in their order.
-
-        Args:
-            model: Name of the engine's model.
-            prompts: Token ids of each prompt.
-            temperature: Divisor of the logits; 0 counts as 1.
-            num_alternatives: Number of alternatives to return for each token.
-
-        Raises:
-            QueueFullError: Too many prompts wait.
-            ClosedError: The loop has stopped.
-        """
+        """Returns the log-probs of prompts, in their order."""
         if self._num_waiting + len(prompts) > self._loop.max_sequences:
-            raise QueueFullError
+            raise QueueFullError(f"{self._loop.max_sequences} prompts wait for their log-probs")
         self._num_waiting += len(prompts)
         engine, found = self._loop.engines[model], dict[int, PromptLogps]()
         size = num_data_shards(engine.mesh)

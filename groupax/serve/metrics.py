@@ -20,33 +20,27 @@ __all__ = ["CONTENT_TYPE", "Metrics", "RequestRecord"]
 
 MAX_CHARACTERS = 200  # of a line of the log
 SECONDS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+TENTHS = tuple(bound / 10 for bound in SECONDS)
 TOKENS = tuple(float(4**power) for power in range(10))
-OF_REQUESTS = {
-    "queue_time_seconds": "Time until the first completion of a request entered a slot",
-    "prefill_time_seconds": "Time from there to the first tokens",
-    "decode_time_seconds": "Time from there to the end",
-    "inference_time_seconds": "Time from entering a slot to the end",
-    "prompt_tokens": "Prompt tokens of a request",
-    "generation_tokens": "Sampled tokens of a request",
-    "max_num_generation_tokens": "Tokens of the longest completion of a request",
-    "params_n": "Completions of each prompt",
-    "params_max_tokens": "Limit of the tokens of a completion",
+# Histograms by model: meaning and buckets.
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Time to the first token", SECONDS),
+    "inter_token_latency_seconds": ("Time between two tokens", TENTHS),
+    "e2e_request_latency_seconds": ("Duration of a request for completions", SECONDS),
+    "request_queue_time_seconds": ("Time until the first completion of a request entered a slot", SECONDS),
+    "request_prefill_time_seconds": ("Time from there to the first tokens", SECONDS),
+    "request_decode_time_seconds": ("Time from there to the end", SECONDS),
+    "request_inference_time_seconds": ("Time from entering a slot to the end", SECONDS),
+    "request_prompt_tokens": ("Prompt tokens of a request", TOKENS),
+    "request_generation_tokens": ("Sampled tokens of a request", TOKENS),
+    "request_max_num_generation_tokens": ("Tokens of the longest completion of a request", TOKENS),
+    "request_params_n": ("Completions of each prompt", TOKENS),
+    "request_params_max_tokens": ("Limit of the tokens of a completion", TOKENS),
 }
 
 
 class Metrics:
-    """The metrics of one server.
-
-    Attributes:
-        requests: Finished requests, by path and status.
-        seconds: Duration of each.
-        prompt_tokens, generation_tokens: Tokens, by model.
-        finished: Finished completions, by model and reason.
-        first_token_s: Time until the first tokens of each request, by model.
-        between_tokens_s: Time between two tokens, by model, under vLLM's newer and its older name.
-        request_s: Duration of requests for completions, by model.
-        of_requests: Further values of each, by name.
-    """
+    """The metrics of one server."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._registry = CollectorRegistry()
@@ -57,15 +51,14 @@ class Metrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens")
         self.generation_tokens = self._counter("generation_tokens", "Sampled tokens")
         self.finished = self._counter("request_success", "Finished completions", "finished_reason")
-        self.first_token_s = self._histogram("time_to_first_token_seconds", "Time to the first token", SECONDS)
-        tenths = tuple(bound / 10 for bound in SECONDS)
-        names = "inter_token_latency_seconds", "time_per_output_token_seconds"
-        self.between_tokens_s = [self._histogram(name, "Time between two tokens", tenths) for name in names]
-        self.request_s = self._histogram("e2e_request_latency_seconds", "Duration of a request", SECONDS)
-        self.of_requests = {
-            name: self._histogram(f"request_{name}", meaning, SECONDS if name.endswith("seconds") else TOKENS)
-            for name, meaning in OF_REQUESTS.items()
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", meaning, ["model_name"], buckets=buckets, registry=self._registry)
+            for name, (meaning, buckets) in HISTOGRAMS.items()
         }
+
+    def observe(self, name: str, model: str, value: float) -> None:
+        """Adds a value of a model to one of `HISTOGRAMS`."""
+        self._histograms[name].labels(model).observe(value)
 
     def text(self) -> bytes:
         """Returns the response to a scrape."""
@@ -73,9 +66,6 @@ class Metrics:
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"vllm:{name}", meaning, ["model_name", *labels], registry=self._registry)
-
-    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"vllm:{name}", meaning, ["model_name"], buckets=buckets, registry=self._registry)
 
 
 class _LoopCollector(Collector):
@@ -150,22 +140,22 @@ class RequestRecord:
             return
         ended_s, sequences = time.monotonic(), self.job.sequences if self.job else []
         values: dict[str, float] = {
-            "prompt_tokens": self.num_prompt_tokens,
-            "generation_tokens": sum(self.num_tokens.values()),
-            "max_num_generation_tokens": max(self.num_tokens.values(), default=0),
+            "e2e_request_latency_seconds": ended_s - self.started_s,
+            "request_prompt_tokens": self.num_prompt_tokens,
+            "request_generation_tokens": sum(self.num_tokens.values()),
+            "request_max_num_generation_tokens": max(self.num_tokens.values(), default=0),
         }
         if sequences:
             params = sequences[0].params
-            values |= {"params_n": params.n, "params_max_tokens": params.max_tokens}
+            values |= {"request_params_n": params.n, "request_params_max_tokens": params.max_tokens}
         admitted_s = min((each.admitted_s for each in sequences if each.admitted_s is not None), default=None)
         if admitted_s is not None and self.first_s is not None:
-            values["queue_time_seconds"] = max(0.0, admitted_s - self.started_s)
-            values["prefill_time_seconds"] = max(0.0, self.first_s - admitted_s)
-            values["decode_time_seconds"] = ended_s - self.first_s
-            values["inference_time_seconds"] = max(0.0, ended_s - admitted_s)
-        self.metrics.request_s.labels(self.model).observe(ended_s - self.started_s)
+            values["request_queue_time_seconds"] = max(0.0, admitted_s - self.started_s)
+            values["request_prefill_time_seconds"] = max(0.0, self.first_s - admitted_s)
+            values["request_decode_time_seconds"] = ended_s - self.first_s
+            values["request_inference_time_seconds"] = max(0.0, ended_s - admitted_s)
         for name, value in values.items():
-            self.metrics.of_requests[name].labels(self.model).observe(value)
+            self.metrics.observe(name, self.model, value)
 
     def line(self, method: str, path: str, status: int, message: str = "") -> str:
         """Returns the request as a line of the log."""
@@ -186,12 +176,11 @@ class RequestRecord:
         self.metrics.generation_tokens.labels(self.model).inc(num_new)
         if self.first_s is None:
             self.first_s = now_s
-            self.metrics.first_token_s.labels(self.model).observe(now_s - self.started_s)
+            self.metrics.observe("time_to_first_token_seconds", self.model, now_s - self.started_s)
         elif num_new and delta.index in self._last_s:
             each_s = (now_s - self._last_s[delta.index]) / num_new  # as if each token had taken the same time
-            for histogram in self.metrics.between_tokens_s:
-                for _ in range(num_new):
-                    histogram.labels(self.model).observe(each_s)
+            for _ in range(num_new):
+                self.metrics.observe("inter_token_latency_seconds", self.model, each_s)
         self._last_s[delta.index] = now_s
         if delta.finish_reason is not None:
             self.finish_reasons.append(delta.finish_reason)

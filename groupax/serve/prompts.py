@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from groupax.constraints import HEADER, ConstraintCompiler, rule, supported
 from groupax.data.chat import render, unknown_template_kwargs
 from groupax.data.prompts import ImageEncoder
-from groupax.data.tokenizer import decode, encode_prompts, encode_texts, encode_within
+from groupax.data.tokenizer import decode, encode_prompts, encode_texts
+from groupax.engine.engine import Engine
 from groupax.errors import MissingPackageError
 from groupax.serve.chats import Text, decoded_images
 from groupax.serve.exchange import Exchange, TokenTexts
@@ -60,6 +61,23 @@ class ServedModel:
     max_positions: int
     encoder: ImageEncoder | None = None
 
+    @classmethod
+    def of(cls, name: str, engine: Engine) -> "ServedModel":
+        """Returns an engine's model; raises ValueError if the engine has no tokenizer."""
+        tokenizer, config = engine.tokenizer, engine.config
+        if tokenizer is None:
+            raise ValueError(f"the engine of {name} has no tokenizer; a server needs one for texts")
+        return cls(
+            name=name,
+            tokenizer=tokenizer,
+            turn_formats=TurnFormats(tokenizer),
+            token_texts=TokenTexts(tokenizer),
+            constraints=engine.constraints,
+            vocab_size=config.vocab_size,
+            max_positions=config.max_positions,
+            encoder=engine.image_encoder,
+        )
+
     def check_text(self, ids: np.ndarray, field: str) -> None:
         """Refuses a text that has a token which stands for an image."""
         if self.encoder is not None:
@@ -94,28 +112,29 @@ class ChatPrompt:
 
 
 def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_max_tokens: int) -> Prepared:
-    """Checks and encodes a request, which takes a while for long prompts. Safe in any thread.
-
-    Args:
-        incoming: The request.
-        model: The model that it names.
-        max_completions: Most prompts times `n`.
-        chat_max_tokens: Longest completion of a chat that sets no limit.
-
-    Raises:
-        ApiError: The request has too many completions, is too long, or cannot be encoded.
-    """
+    """Checks and encodes a request, which takes a while for long prompts. Safe in any thread."""
     request = incoming.request
     num_prompts, n = len(request.prompts), request.n
     if num_prompts * max(n, 1) > max_completions:
         message = f"the request has {num_prompts} prompts and n={n}; a request may have {max_completions} completions"
         raise ApiError(400, message, param="n")
-    _check_tokens(request, model.vocab_size)
+    if request.row_keys is not None and len(request.row_keys) != num_prompts * n:
+        message = f"row_keys must have {num_prompts * n} pairs, one for each completion, got {len(request.row_keys)}"
+        raise ApiError(400, message, "row_keys")
+    named = {
+        "prompt": [token for prompt in request.prompts if _is_ids(prompt) for token in prompt],
+        "stop_token_ids": request.stop_token_ids,
+        "logit_bias": request.logit_bias,
+    }
+    for field, tokens in named.items():
+        if (largest := max(tokens, default=0)) >= model.vocab_size:
+            message = f"{field} names token {largest}; the vocabulary has {model.vocab_size} tokens"
+            raise ApiError(400, message, param=field)
     reader = images = None
     if isinstance(request, ChatRequest):
         prompts, images, reader = encoded_chat(request, model, incoming.hints)
     else:
-        prompts = encoded(request, model.tokenizer, model.max_positions)
+        prompts = encoded(request, model.tokenizer)
         for ids in prompts:
             model.check_text(ids, "prompt")
     if images is not None and request.num_prompt_logprobs is not None:
@@ -148,19 +167,6 @@ def check_constraint(model: ServedModel, params: SamplingParams) -> None:
             raise ApiError(501 if isinstance(error, MissingPackageError) else 400, str(error)) from error
 
 
-def _check_tokens(request: Request, vocab_size: int) -> None:
-    """Refuses a request that names a token which the vocabulary lacks."""
-    named = {
-        "prompt": [token for prompt in request.prompts if _is_ids(prompt) for token in prompt],
-        "stop_token_ids": request.stop_token_ids,
-        "logit_bias": request.logit_bias,
-    }
-    for field, tokens in named.items():
-        largest = max(tokens, default=0)
-        if largest >= vocab_size:
-            raise ApiError(400, f"{field} names token {largest}; the vocabulary has {vocab_size} tokens", param=field)
-
-
 def _is_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
 
@@ -184,32 +190,18 @@ def _sampling_params(
     return params
 
 
-def encoded(request: Request, tokenizer: Any, max_positions: int) -> list[np.ndarray]:
-    """Returns the token ids of each prompt of a request for completions.
-
-    Encoding megabytes takes seconds and hundreds of megabytes: of a text that is too long for the model only an end is
-    encoded, which is too long as well.
-    """
+def encoded(request: Request, tokenizer: Any) -> list[np.ndarray]:
+    """Returns the token ids of each prompt of a request for completions."""
     texts = [prompt for prompt in request.prompts if not _is_ids(prompt)]
     with bad_request("prompt", "the prompt cannot be encoded: "):
-        ids = iter(encode_prompts(tokenizer, texts, max_tokens=max_positions))
+        ids = iter(encode_prompts(tokenizer, texts))
     return [np.asarray(prompt, np.int32) if _is_ids(prompt) else next(ids) for prompt in request.prompts]
 
 
 def encoded_chat(
     request: ChatRequest, model: ServedModel, hints: Mapping[str, Any]
 ) -> tuple[list[np.ndarray], PromptImages | None, TurnReader]:
-    """Returns the token ids of a chat as a list of one prompt, its images, and what reads the turns that answer it.
-
-    Args:
-        request: The chat.
-        model: The model that it names.
-        hints: Arguments for the chat template that only count if it reads them.
-
-    Raises:
-        ApiError: The chat template cannot write it, or the model has no tools, or it has images that the model cannot
-            see.
-    """
+    """Returns the token ids of a chat as a list of one prompt, its images, and what reads the turns that answer it."""
     urls = request.image_urls
     if urls and model.encoder is None:
         message = f"the chat has images, and {model.name} reads text only; send the text alone, or to a model that sees"
@@ -231,7 +223,7 @@ def encoded_chat(
             own, images = model.encoder.encode(prompt.text, decoded_images(urls), is_rendered=True)
             ids = [own]
         else:
-            ids = encode_within(model.tokenizer, [prompt.text], [True], model.max_positions)
+            ids = encode_texts(model.tokenizer, [prompt.text], [True])
             model.check_text(ids[0], "messages")
     reader = TurnReader(
         format=turn_format,
@@ -246,11 +238,7 @@ def encoded_chat(
 
 
 def template_kwargs(request: ChatRequest, tokenizer: Any, hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a request for the chat template, with those hints that the template reads.
-
-    Raises:
-        ApiError: The template does not read an argument of the request, or there is none.
-    """
+    """Returns the arguments of a request for the chat template, with those hints that the template reads."""
     kwargs = request.template_kwargs
     if not tokenizer.chat_template:
         raise ApiError(400, "the model has no chat template; start the server with --chat_template", "messages")
@@ -381,11 +369,7 @@ class TokensToDecode(BaseModel):
 
 
 def tokenize(given: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
-    """Returns the tokens of a text, or of a chat as the chat template writes it, in vLLM's format of /tokenize.
-
-    Raises:
-        ApiError: A field is missing, unknown or of another type, or the chat cannot be written.
-    """
+    """Returns the tokens of a text, or of a chat as the chat template writes it, in vLLM's format of /tokenize."""
     tokenizer, fields = model.tokenizer, {key: value for key, value in given.items() if key != "return_token_strs"}
     if "messages" in fields:
         check_known(fields, CHAT_FIELDS, "the request")

@@ -1,8 +1,7 @@
 """Connections to servers, and the layout of weights that are uploaded to them. Needs no server packages, no jax.
 
-Weights are sent as the data of a safetensors file, in pieces. The manifest is such a file's header: {name: {"dtype":
-"F32", "shape": [..], "data_offsets": [start, end]}}. Pieces are ranges of the bytes after it, all of one size but the
-last; each is sent with its CRC-32.
+Weights are sent as the data of a safetensors file. The manifest is such a file's header: {name: {"dtype": "F32",
+"shape": [..], "data_offsets": [start, end]}}.
 """
 
 import http.client
@@ -10,7 +9,6 @@ import json
 import math
 import threading
 import urllib.parse
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -22,8 +20,6 @@ import numpy as np
 
 from groupax.errors import RunError
 
-PIECE_BYTES = 16 << 20
-MAX_PIECE_BYTES = 64 << 20
 DTYPES: dict[str, Any] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -77,7 +73,6 @@ class RemoteServer:
         path: str,
         body: Any = None,
         connection: http.client.HTTPConnection | None = None,
-        **headers: str,
     ) -> Any:
         """Sends a request and returns the JSON of its response, {} if that is empty.
 
@@ -86,7 +81,6 @@ class RemoteServer:
             path: Path on the server.
             body: An object, or a list of bytes.
             connection: An open connection; None opens one for this request.
-            headers: Further headers, with _ for -.
 
         Raises:
             RefusedError: The server refuses.
@@ -94,8 +88,8 @@ class RemoteServer:
         """
         if connection is None:
             with closing(self.connection()) as own:
-                return self.request(method, path, body, own, **headers)
-        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+                return self.request(method, path, body, own)
+        sent = {}
         if self._api_key is not None:
             sent["authorization"] = f"Bearer {self._api_key}"
         if isinstance(body, list):
@@ -178,26 +172,6 @@ def tensors_in(data: np.ndarray, extents: Mapping[str, Extent]) -> dict[str, np.
     }
 
 
-def pieces_of(tensors: Mapping[str, np.ndarray], size: int = PIECE_BYTES) -> Iterator[tuple[list[memoryview], int]]:
-    """Yields the pieces of concatenated tensors, as views of their memory, and the CRC-32 of each piece."""
-    parts: list[memoryview] = []
-    room = size
-    for tensor in tensors.values():
-        rest = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
-        while len(rest):
-            part, rest = rest[:room], rest[room:]
-            parts.append(part)
-            room -= len(part)
-            if room == 0:
-                yield parts, checksum(parts)
-                parts, room = [], size
-    if parts:
-        yield parts, checksum(parts)
-
-
-def checksum(parts: list[memoryview]) -> int:
-    """Returns the CRC-32 of concatenated parts."""
-    crc = 0
-    for part in parts:
-        crc = zlib.crc32(part, crc)
-    return crc
+def bytes_of(tensors: Mapping[str, np.ndarray]) -> list[memoryview]:
+    """Returns the bytes of tensors, without copies of those that are contiguous."""
+    return [np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data for tensor in tensors.values()]

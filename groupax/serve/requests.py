@@ -3,15 +3,15 @@
 import json
 import re
 import secrets
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic_core import from_json
 
 from groupax.data.images import images_of, without_images
-from groupax.serve.chats import Messages, TemplateKwargs, Text, ToolChoice, Tools, is_text, short
+from groupax.serve.chats import Messages, TemplateKwargs, Text, ToolChoice, Tools, expect, is_text, short
 from groupax.serve.web import ApiError
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import BIASED_TOKENS, MAX_LOGPROBS, MAX_STOP_STRINGS, STOP_IDS, SamplingParams
@@ -31,30 +31,23 @@ Number = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 
 def _prompts(value: Any) -> list[Any]:
     single = isinstance(value, str) or (isinstance(value, list) and bool(value) and type(value[0]) is int)
-    prompts = [value] if single else value
-    if not isinstance(prompts, list) or not prompts:
-        raise ApiError(400, f"prompt must be a string, token ids, or a list of either, got {short(value)}", "prompt")
+    prompts: Any = [value] if single else value
+    is_list = isinstance(prompts, list) and prompts
+    expect(is_list, "prompt must be a string, token ids, or a list of either", value)
     for each in prompts:
         if not is_text(each) and not _is_ids(each):
             raise ApiError(400, f"a prompt must be a string or a list of token ids, got {short(each)}", "prompt")
     return prompts
 
 
-def _biases(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > BIASED_TOKENS:
-        raise ApiError(400, f"logit_bias may have {BIASED_TOKENS} tokens, got {len(value)}", "logit_bias")
-    return value
-
-
 def _token_of_key(key: str) -> int:
-    if not re.fullmatch("0|[1-9][0-9]{0,9}", key):
-        raise ApiError(400, f"logit_bias must have token ids as its keys, got {short(key)}", "logit_bias")
+    expect(re.fullmatch("0|[1-9][0-9]{0,9}", key), "logit_bias must have token ids as its keys", key)
     return int(key)
 
 
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
-LogitBias = Annotated[dict[Annotated[int, BeforeValidator(_token_of_key)], Bias], BeforeValidator(_biases)]
+LogitBias = Annotated[dict[Annotated[int, BeforeValidator(_token_of_key)], Bias], Field(max_length=BIASED_TOKENS)]
 StopStrings = Annotated[
     list[Annotated[Text, Field(max_length=MAX_STOP_CHARACTERS)]],
     Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
@@ -117,11 +110,7 @@ class Request(_Sampling, BaseModel):
         return isinstance(self, ChatRequest)
 
     def sampling_params(self, default_max_tokens: int) -> SamplingParams:
-        """Returns the sampling parameters.
-
-        Raises:
-            ApiError: a setting is out of its range.
-        """
+        """Returns the sampling parameters."""
         max_tokens = default_max_tokens if self.max_tokens is None else self.max_tokens
         if max_tokens == 0 and self.num_prompt_logprobs is None and not getattr(self, "echo", False):
             message = "max_tokens is 0, but nothing of the prompt is requested; set echo or prompt_logprobs"
@@ -247,12 +236,15 @@ class Incoming:
 
 
 def parse(body: bytes, is_chat: bool) -> Request:
-    """Returns the request in the body of a POST to /v1/completions or /v1/chat/completions.
-
-    Raises:
-        ApiError: The body is not a JSON object, or a field is unknown, of another type, or not supported.
-    """
+    """Returns the request in the body of a POST to /v1/completions or /v1/chat/completions."""
     return request_of(parse_json(body), is_chat)
+
+
+def chat_fields(body: bytes, same: set[str], others: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the fields of a body in another protocol, and those of them that a chat has under the same names."""
+    given = {name: value for name, value in parse_json(body).items() if value is not None}
+    check_known(given, [*same, *others, *EXTENSIONS], "the request")
+    return given, {name: given[name] for name in given.keys() & (same | EXTENSIONS)}
 
 
 def request_of(given: Mapping[str, Any], is_chat: bool) -> Request:
@@ -260,7 +252,7 @@ def request_of(given: Mapping[str, Any], is_chat: bool) -> Request:
     schema = ChatRequest if is_chat else CompletionRequest
     known = [str(field.validation_alias or name) for name, field in schema.model_fields.items()]
     check_known(given, [*known, *CONSTRAINTS, *IGNORED, *UNSUPPORTED], "the request")
-    given = _with_constraint(given)
+    given = {name: value for name, value in given.items() if name not in CONSTRAINTS} | _constraint_fields(given)
     for name in given.keys() & UNSUPPORTED.keys():
         if not any(type(given[name]) is type(each) and given[name] == each for each in UNSUPPORTED[name]):
             raise ApiError(400, f"{name}={short(given[name])} is not supported", name, "unsupported_value")
@@ -288,24 +280,20 @@ def _complete_chat(request: "ChatRequest") -> None:
         message = f"tool_choice names the function {short(choice['name'])}; the tools are {short(names)}"
         raise ApiError(400, message, "tool_choice")
     if request.continue_final_message:
-        if request.add_generation_prompt:
-            message = "continue_final_message needs add_generation_prompt=false, since no new message begins"
-            raise ApiError(400, message, "continue_final_message")
+        no_other = "continue_final_message needs add_generation_prompt=false, since no new message begins"
+        expect(not request.add_generation_prompt, no_other, True)
         last = request.messages[-1]
-        if last["role"] != "assistant" or last.get("tool_calls") or not (last.get("content") or "").strip():
-            message = "continue_final_message needs a last message with a text of the assistant, got "
-            raise ApiError(400, f"{message}{short(dict(last))}", "continue_final_message")
+        is_open = last["role"] == "assistant" and not last.get("tool_calls") and (last.get("content") or "").strip()
+        expect(is_open, "continue_final_message needs a last message with a text of the assistant", dict(last))
 
 
-def _with_constraint(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a request with its constraint, in whatever field it is, as `regex` or `json_schema`."""
-    rest = {name: value for name, value in given.items() if name not in CONSTRAINTS}
+def _constraint_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the constraint of a request, in whatever field it is, as `regex` or `json_schema`."""
     each = {name: _constraint(name, given[name]) for name in CONSTRAINTS if given.get(name) is not None}
     found = {name: constraint for name, constraint in each.items() if constraint is not None}
     if len(found) > 1:
-        names = list(found)
-        raise ApiError(400, f"{' and '.join(names)} are several constraints; set one of them", names[1])
-    return {**rest, **dict(found.values())}
+        raise ApiError(400, f"{' and '.join(found)} are several constraints; set one of them", list(found)[1])
+    return dict(found.values())
 
 
 def _constraint(name: str, value: Any) -> tuple[str, str] | None:
@@ -315,26 +303,20 @@ def _constraint(name: str, value: Any) -> tuple[str, str] | None:
         form = value.get("type") if isinstance(value, Mapping) else None
         if form == "text":
             return None
-        if form not in ("json_object", "json_schema"):
-            message = f"response_format must have the type text, json_object or json_schema, got {short(value)}"
-            raise ApiError(400, message, name)
-        schema = {"schema": {"type": "object"}} if form == "json_object" else value.get("json_schema")
-        if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping | bool):
-            message = f"response_format.json_schema must be an object with a schema, got {short(schema)}"
-            raise ApiError(400, message, name)
+        is_known = form in ("json_object", "json_schema")
+        expect(is_known, "response_format must have the type text, json_object or json_schema", value)
+        schema: Any = {"schema": {"type": "object"}} if form == "json_object" else value.get("json_schema")
+        has_schema = isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping | bool)
+        expect(has_schema, "response_format.json_schema must be an object with a schema", schema)
         kind, value = "json", schema["schema"]
     elif name == "structured_outputs":
-        if not isinstance(value, Mapping):
-            raise ApiError(400, f"structured_outputs must be an object, got {short(value)}", name)
+        expect(isinstance(value, Mapping), "structured_outputs must be an object", value)
         found = {key: each for key, each in value.items() if each is not None and key not in _NO_CONSTRAINTS}
-        if len(found) > 1:
-            message = f"structured_outputs has {' and '.join(found)}, which are several constraints; set one of them"
-            raise ApiError(400, message, name)
         if not found or found == {"json_object": False}:
             return None
+        expect(len(found) == 1, "structured_outputs has several constraints; set one of them", list(found))
         [(kind, value)] = found.items()
-        if kind == "json_object":
-            kind, value = "json", {"type": "object"}
+        kind, value = ("json", {"type": "object"}) if kind == "json_object" else (kind, value)
     if kind == "regex" and is_text(value):
         return "regex", value
     if kind == "choice" and isinstance(value, list) and value and all(map(is_text, value)):
@@ -349,31 +331,11 @@ def _constraint(name: str, value: Any) -> tuple[str, str] | None:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """Returns the JSON object in a body.
-
-    Raises:
-        ApiError: There is none, it has a field twice, or a response could not repeat it: half of a surrogate pair is no
-            character, and 1e999 is no number.
-    """
-
-    def refuse_constant(name: str) -> Any:
-        raise ValueError(f"{name} is not a number in JSON")
-
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
-            raise ApiError(400, f"the body has the field {short(name)} twice", name if is_text(name) else None)
-        return found
-
+    """Returns the JSON object in a body that a response could repeat: 1e999 is no number."""
     try:
-        given = json.loads(body.decode(), parse_constant=refuse_constant, object_pairs_hook=without_duplicates)
-        json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not UTF-8: {error}") from error
-    except UnicodeEncodeError as error:
-        raise ApiError(400, "the body has half of a surrogate pair, which is no character; remove it") from error
-    except (ValueError, RecursionError) as error:
+        given = from_json(body, allow_inf_nan=False)
+        json.dumps(given, allow_nan=False)
+    except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
     if not isinstance(given, dict):
         raise ApiError(400, f"the body must be a JSON object, got {short(given)}")

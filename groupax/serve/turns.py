@@ -61,7 +61,9 @@ class TurnFormat:
             header = next(reversed([*HEADER.finditer(text)]), None)
             if header is not None and MESSAGE not in text[header.start() :]:
                 text = text[: header.start()]
-        return text[: len(text) - max((_overlap(text, mark) for mark in self.marks), default=0)]
+        # a mark may have begun, but not ended
+        starts = (mark[:size] for mark in self.marks for size in range(1, len(mark)))
+        return text[: len(text) - max((len(start) for start in starts if text.endswith(start)), default=0)]
 
 
 class TurnFormats:
@@ -93,11 +95,6 @@ class TurnFormats:
         return TurnFormat(tokenizer, found, marks, hidden)
 
 
-def _overlap(text: str, mark: str) -> int:
-    """Returns the length of the longest end of the text with which a mark begins, but not the whole mark."""
-    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
-
-
 ID_LETTERS = 9  # letters and digits, which is all that some templates take for an id
 MAX_READINGS = 256  # of the whole text while a turn doubles its length, so that the time is about linear
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -105,13 +102,7 @@ ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool.
-
-    Attributes:
-        id: Id, which depends on the prompt, the turn before the call and the number of the call alone.
-        name: Name of the tool.
-        arguments: Arguments as the text of a JSON object.
-    """
+    """A call of a tool."""
 
     id: str
     name: str

@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,7 +25,7 @@ MAX_DRAIN_RATIO = 16  # a body of up to this many times the limit is read, so th
 
 
 class ApiError(Exception):
-    """A request that is refused or cannot be finished.
+    """A request that is refused or cannot be finished. What reads requests raises it.
 
     Args:
         status: HTTP status.
@@ -64,11 +64,6 @@ def bad_request(param: str | None = None, what: str = "", code: str | None = Non
         raise ApiError(400, f"{what}{error}", param, code) from error
 
 
-def stopping() -> ApiError:
-    """Returns the error of a request that a stopping server does not begin."""
-    return ApiError(503, "the server is stopping", code="stopping")
-
-
 def timeout_error() -> ApiError:
     """Returns the error of a request that has taken too long, which clients do not repeat."""
     headers = {"x-should-retry": "false"}
@@ -101,10 +96,6 @@ class CallerCheck:
     * `Host` must be an address, the loopback, a name of this machine (unless the server is bound to the loopback), or
       one of the allowed names. A page that reaches this server by DNS rebinding uses a name of its own.
     * A browser's request must come from a page of the same origin, which `Origin` and `Sec-Fetch-Site` show.
-
-    Args:
-        host: Address or name that the server listens on.
-        allowed_hosts: Further names.
     """
 
     def __init__(self, host: str, allowed_hosts: Iterable[str] = ()) -> None:
@@ -164,44 +155,31 @@ def _is_address(name: str) -> bool:
 
 
 async def json_body(http: Request, limit: int, timeout_s: float | None = None) -> bytes:
-    """Returns the body of a request in JSON.
-
-    Args:
-        http: The request.
-        limit: Most bytes.
-        timeout_s: Time in which the body must arrive; None waits for ever.
-
-    Raises:
-        ApiError: The content type is another one, the body is too large, or it arrives too slowly.
-    """
+    """Returns the body of a request in JSON."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         message = f"the content-type is {kind[:80]!a}; send 'content-type: application/json' "
         message += "(with curl: -H 'content-type: application/json')"
         raise ApiError(415, message, code="unsupported_media_type")
-    length = http.headers.get("content-length", "")
     parts, size = [], 0
-    if length.isdecimal() and int(length) > MAX_DRAIN_RATIO * limit:
-        size = int(length)
-    else:
-        try:
-            async with asyncio.timeout(timeout_s):
-                async for part in http.stream():
-                    size += len(part)
-                    if size <= limit:
-                        parts.append(part)
-                    elif size > MAX_DRAIN_RATIO * limit:
-                        break
-        except TimeoutError as error:
-            message = f"the body did not arrive within {timeout_s:g} s"
-            raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from error
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in http.stream():
+                size += len(part)
+                if size <= limit:
+                    parts.append(part)
+                elif size > MAX_DRAIN_RATIO * limit:
+                    break
+    except TimeoutError as error:
+        message = f"the body did not arrive within {timeout_s:g} s"
+        raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from error
     if size > limit:
         raise ApiError(413, f"the body has more than {limit} bytes, which is the most that this server takes")
     return b"".join(parts)
 
 
-async def unless_disconnected(work: "asyncio.Future[Any]", receive: Receive, deadline_s: float) -> Any:
-    """Returns the result of the work.
+async def unless_disconnected(coroutine: Awaitable[Any], receive: Receive, deadline_s: float) -> Any:
+    """Returns the result of a coroutine, which is cancelled at the deadline.
 
     Raises:
         ClientDisconnect: The client disconnects first.
@@ -212,7 +190,7 @@ async def unless_disconnected(work: "asyncio.Future[Any]", receive: Receive, dea
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    watch = asyncio.ensure_future(disconnected())
+    work, watch = asyncio.ensure_future(coroutine), asyncio.ensure_future(disconnected())
     try:
         timeout_s = deadline_s - time.monotonic()
         await asyncio.wait({work, watch}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -222,4 +200,5 @@ async def unless_disconnected(work: "asyncio.Future[Any]", receive: Receive, dea
             raise ClientDisconnect
         raise timeout_error()
     finally:
+        work.cancel()
         watch.cancel()

@@ -1,15 +1,14 @@
-"""New weights for a running server: uploaded in pieces, checked, and taken over between two chunks, all or nothing.
+"""New weights for a running server: uploaded, checked, and taken over between two chunks, all or nothing.
 
-    begin (manifest) ──► pieces, in any order, each with its checksum ──► commit ──► devices ──► between two chunks
-                              while the engine runs
+    begin (manifest) ──► the tensors' bytes ──► devices ──► between two chunks
+                           while the engine runs
 
 An upload names the weights that it replaces by their state, a string that changes with every commit and every start of
 the server. So a late upload, or one to weights that another client has changed, is refused.
 """
 
-import math
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ from groupax.models.specs import Params, model_specs
 from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.saving import param_leaves, replace_tensors
 from groupax.serve.loop import EngineLoop, adapter_of
-from groupax.serve.remote import MAX_PIECE_BYTES, PIECE_BYTES, Extent, checksum, read_manifest, tensors_in
+from groupax.serve.remote import Extent, read_manifest, tensors_in
 from groupax.serve.requests import check_known, validated
 from groupax.serve.web import ApiError, bad_request
 
@@ -38,7 +37,7 @@ class UploadRequest(BaseModel):
         version: Version of the new weights.
         replaces: State of the weights that they replace.
         adapter: The `adapter_config.json` of an adapter.
-        tensors: The manifest (see `protocol`).
+        tensors: The manifest (see `serve.remote`).
     """
 
     model_config = ConfigDict(strict=True)
@@ -48,7 +47,6 @@ class UploadRequest(BaseModel):
     replaces: Any = None
     adapter: dict[str, Any] | None = None
     tensors: Any = None
-    piece_bytes: int = Field(PIECE_BYTES, ge=1, le=MAX_PIECE_BYTES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,20 +73,18 @@ class Held:
         return apply_adapter(FrozenBase(self.base, np.float32(self.lora.scale)), self.trained)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Upload:
-    """Weights that are being uploaded, with the numbers of the pieces of `data` that have arrived."""
+    """Weights that are being uploaded."""
 
     request: UploadRequest
     lora: LoRAConfig | None
     extents: Mapping[str, Extent]
-    data: np.ndarray
-    arrived: set[int] = field(default_factory=set)
 
     @property
-    def num_pieces(self) -> int:
-        """Number of pieces."""
-        return math.ceil(len(self.data) / self.request.piece_bytes)
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+        return max(extent.end for extent in self.extents.values())
 
 
 class Weights:
@@ -115,11 +111,7 @@ class Weights:
         return self._held[model].state if model in self._held else None
 
     def begin(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Starts an upload (see `UploadRequest`), and discards an earlier one of the same model.
-
-        Raises:
-            ApiError: It does not fit the model, or replaces other weights than the model has.
-        """
+        """Starts an upload (see `UploadRequest`), and discards an earlier one of the same model."""
         check_known(given, UploadRequest.model_fields, "the upload")
         request = validated(UploadRequest, given)
         model = request.model
@@ -128,78 +120,51 @@ class Weights:
             raise ApiError(404, f"there is no model {model!r}; this server has {names}", "model", "model_not_found")
         self._check_state(request)
         with bad_request("tensors"):
-            lora = None if request.adapter is None else _lora_config(request.adapter)
+            try:
+                lora = None if request.adapter is None else as_lora_config(request.adapter, has_weights=True)
+            except TypeError as error:
+                raise ValueError(str(error)) from error
             extents = read_manifest(request.tensors)
             self._check_tensors(model, lora, extents)
         self._uploads = {name: each for name, each in self._uploads.items() if each.request.model != model}
-        size = max(extent.end for extent in extents.values())
-        data = np.empty(size + ALIGNMENT, np.uint8)
-        first = -data.ctypes.data % ALIGNMENT
-        upload = Upload(request, lora, extents, data[first : first + size])
         name = secrets.token_hex(8)
-        self._uploads[name] = upload
-        return {"upload": name, "num_pieces": upload.num_pieces, "piece_bytes": request.piece_bytes}
+        self._uploads[name] = Upload(request, lora, extents)
+        return {"upload": name}
 
-    async def put(self, name: str, piece: int, crc: str | None, parts: AsyncIterator[bytes]) -> dict[str, Any]:
-        """Stores a piece as its bytes arrive. A piece may be sent again.
-
-        Raises:
-            ApiError: There is no such upload or piece, or the bytes do not have the checksum.
-        """
-        upload = self._upload(name)
-        if not 0 <= piece < upload.num_pieces:
-            raise ApiError(400, f"piece {piece} is not one of the {upload.num_pieces} pieces")
-        at = first = piece * upload.request.piece_bytes
-        end = min(first + upload.request.piece_bytes, len(upload.data))
-        async for part in parts:
-            self._upload(name)  # raises if it was closed meanwhile
-            if at + len(part) > end:
-                raise ApiError(400, f"piece {piece} has {end - first} bytes, more came", code="torn")
-            upload.arrived.discard(piece)
-            upload.data[at : at + len(part)] = np.frombuffer(part, np.uint8)
-            at += len(part)
-        self._upload(name)
-        if at != end:
-            raise ApiError(400, f"piece {piece} has {end - first} bytes, {at - first} came", code="torn")
-        found = f"{checksum([upload.data[first:end].data]):08x}"
-        if found != crc:
-            message = f"piece {piece} has the checksum {found}, x-crc32 says {crc}; send it again"
-            raise ApiError(400, message, code="torn")
-        upload.arrived.add(piece)
-        return {"arrived": len(upload.arrived)}
-
-    def abort(self, name: str) -> dict[str, Any]:
-        """Discards an upload."""
-        self._upload(name)
-        del self._uploads[name]
-        return {"aborted": name}
-
-    def close(self, name: str) -> Upload:
-        """Closes a complete upload, for `prepared` and `take_over`.
-
-        Raises:
-            ApiError: Pieces are missing, or it would replace other weights than the model has.
-        """
-        upload = self._upload(name)
-        missing = sorted(set(range(upload.num_pieces)) - upload.arrived)
-        if missing:
-            raise ApiError(409, f"{len(missing)} pieces are missing, among them {missing[:8]}; send them", code="torn")
-        self._check_state(upload.request)
+    def take(self, name: str) -> Upload:
+        """Returns an upload whose bytes arrive, which nobody else can send any more."""
+        if name not in self._uploads:
+            message = f"there is no upload {name!r}: it was sent, or another one was started"
+            raise ApiError(404, message, code="upload_not_found")
         return self._uploads.pop(name)
 
-    def prepared(self, upload: Upload) -> Held:
-        """Returns the weights of a closed upload, on the devices. Safe in any thread.
+    async def received(self, upload: Upload, parts: AsyncIterator[bytes]) -> dict[str, np.ndarray]:
+        """Returns the tensors of an upload when all of its bytes have arrived."""
+        size, at = upload.num_bytes, 0
+        data = np.empty(size + ALIGNMENT, np.uint8)
+        first = -data.ctypes.data % ALIGNMENT
+        data = data[first : first + size]
+        async for part in parts:
+            if at + len(part) <= size:
+                data[at : at + len(part)] = np.frombuffer(part, np.uint8)
+            at += len(part)
+        if at != size:
+            raise ApiError(400, f"the tensors have {size} bytes, {at} came", code="torn")
+        self._check_state(upload.request)
+        return tensors_in(data, upload.extents)
 
-        Raises:
-            ApiError: Its adapter would spoil others in the same batch.
-        """
+    def prepared(self, upload: Upload, tensors: dict[str, np.ndarray]) -> Held:
+        """Returns the weights of an upload, on the devices. Safe in any thread."""
         model = upload.request.model
         held, config = self._held[model], self.models[model].config
-        tensors = tensors_in(upload.data, upload.extents)
         if upload.lora is None:
             return Held(replace_tensors(model_specs(config), held.base, tensors))
         specs = adapter_specs(config, upload.lora)
-        trained = held.trained if held.lora == upload.lora else self._new_adapter(model, upload.lora)
+        trained = held.trained
+        if held.lora != upload.lora:
+            sharding = jax.NamedSharding(self.models[model].mesh, jax.P())
+            added = init_adapter(config, upload.lora, held.base, jax.random.key(0), sharding)
+            trained = _in_dtype_of(held.base, added)
         assert trained is not None, "an adapter has weights"
         new = replace_tensors(specs, trained, tensors)
         if self.loop.engines[model].adapters:
@@ -208,42 +173,27 @@ class Weights:
         return Held(held.base, upload.lora, new)
 
     def take_over(self, upload: Upload, held: Held) -> dict[str, Any]:
-        """Gives an engine its new weights. Must be run between two chunks.
-
-        Raises:
-            ApiError: Another upload came first.
-        """
+        """Gives an engine its new weights. Must be run between two chunks."""
         request = upload.request
         self._check_state(request)
         engine = self.loop.engines[request.model]
         self._held[request.model] = held
         if engine.adapters:
             version = engine.version
-            engine.params = self._stacked(engine.adapters, held.base)
+            adapters = [self._held[name] for name in engine.adapters]
+            changes = [Changes(each.trained, each.lora.scale) for each in adapters if each.lora and each.trained]
+            assert len(changes) == len(adapters), "adapters have weights"
+            engine.params = stack_adapters(held.base, changes)
             engine.version, engine.adapter_versions[request.model] = version, request.version
         else:
             engine.params = held.params
             engine.version = request.version
         return self._state(request.model)
 
-    def _stacked(self, adapters: Sequence[str], base: Params) -> Params:
-        changes = []
-        for name in adapters:
-            held = self._held[name]
-            assert held.lora is not None and held.trained is not None, "it is an adapter"  # noqa: PT018
-            changes.append(Changes(held.trained, held.lora.scale))
-        return stack_adapters(base, changes)
-
     def _state(self, model: str) -> dict[str, Any]:
         held, engine = self._held[model], self.loop.engines[model]
         version = engine.version_of(adapter_of(engine, model))
         return {"version": version, "state": held.state, "has_adapter": held.lora is not None}
-
-    def _upload(self, name: str) -> Upload:
-        if name not in self._uploads:
-            message = f"there is no upload {name!r}: it was committed or aborted, or another one was started"
-            raise ApiError(404, message, code="upload_not_found")
-        return self._uploads[name]
 
     def _check_state(self, request: UploadRequest) -> None:
         state = self._held[request.model].state
@@ -279,19 +229,6 @@ class Weights:
         missing = sorted(expected.keys() - extents.keys())
         if lora is not None and lora != held.lora and missing:
             raise ValueError(f"{model} has no such adapter yet, and its first upload lacks {', '.join(missing[:3])}")
-
-    def _new_adapter(self, model: str, lora: LoRAConfig) -> Params:
-        base = self._held[model].base
-        sharding = jax.NamedSharding(self.models[model].mesh, jax.P())
-        trained = init_adapter(self.models[model].config, lora, base, jax.random.key(0), sharding)
-        return _in_dtype_of(base, trained)
-
-
-def _lora_config(given: dict[str, Any]) -> LoRAConfig:
-    try:
-        return as_lora_config(given, has_weights=True)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
 
 
 def _held(model: Model) -> Held:

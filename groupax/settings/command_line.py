@@ -17,10 +17,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from groupax.settings.fields import check_type, choices_of, from_texts, is_open, kinds_of, nearest, takes_many
 
-Topics = Mapping[str, Sequence[str]]  # names of options by topic
-
 # What most runs set, by topic; `--help all` and the reference in the documentation have the other settings.
-COMMON: Topics = {
+COMMON = {
     "Run": ("output_dir", "num_train_epochs", "max_steps"),
     "Rollouts": ("prompts_per_step", "num_generations", "max_completion_length", "temperature"),
     "Learning": ("batch_size", "max_length", "learning_rate", "beta", "lora_r"),
@@ -57,7 +55,7 @@ def parsed(kind: type[T], name: str, arguments: Sequence[str], default: T | None
     """Returns an instance of a dataclass whose fields are the options of a command; prints the help if asked to.
 
     The fields of a record among them are options too. The help of a command with a field `args` of settings lists what
-    most runs set, that of a command with `TOPICS` what these name, and both list everything with `--help all`.
+    most runs set, and everything with `--help all`.
 
     Args:
         kind: The dataclass.
@@ -199,29 +197,21 @@ def help_text(command: Any, name: str, is_whole: bool = False) -> str:
     Args:
         command: The command with its defaults, or its class.
         name: Name of the command, e.g. "train".
-        is_whole: Whether to describe all options of a command that has `TOPICS`, or a field `args` with settings.
+        is_whole: Whether to describe all options of a command that has a field `args` with settings.
     """
     kind = command if isinstance(command, type) else type(command)
     command = kind() if command is kind and "args" in kind.__dataclass_fields__ else command
     width = min(shutil.get_terminal_size().columns, 110)
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
-    has_args, found = hasattr(command, "args"), {option.name: option for option in all_options(command)}
-    is_brief = not is_whole and (has_args or hasattr(kind, "TOPICS"))
-    if not is_brief:
-        topics = _all_topics(command)
-    elif has_args:
-        topics = common_options(command)
-    else:
-        topics = {topic: [found[each] for each in names] for topic, names in kind.TOPICS.items()}
+    is_brief = not is_whole and hasattr(command, "args")
+    topics = common_options(command) if is_brief else _all_topics(command)
     lines = [_usage(command, name), "", *textwrap.wrap(" ".join((kind.__doc__ or "").split()), width)]
     for topic, each in topics.items():
         lines += ["", f"{bold}{topic}{plain}"]
         lines += [line for option in each for line in _lines(option, width, is_brief)]
     if is_brief:
-        number = f"{len(fields(command.args))} settings" if has_args else f"{len(found)} options"
-        keys = " Each is an option of the command line and a key of a --config file." if has_args else ""
-        more = f"groupax {name.partition(' ')[0]} --help all describes all {number}.{keys}"
-        lines += ["", *textwrap.wrap(more, width)]
+        more = f"groupax {name.partition(' ')[0]} --help all describes all {len(fields(command.args))} settings. Each"
+        lines += ["", *textwrap.wrap(f"{more} is an option of the command line and a key of a --config file.", width)]
     return "\n".join(lines) + "\n"
 
 

@@ -101,7 +101,7 @@ class SamplingParams(SamplingSettings):
         if not all(self.stop):
             raise ValueError(f"stop must be texts that are not empty, got {self.stop!r}")
 
-    @property
+    @cached_property
     def constraint(self) -> tuple[str, str] | None:
         """The kind of constraint, "regex", "json_schema" or "grammar", and its text; None for any text."""
         kinds = {"regex": self.regex, "json_schema": self.json_schema, "grammar": self.grammar}

@@ -53,56 +53,50 @@ class RemoteFolder:
         Raises:
             OSError: It is not.
         """
-        with _as_os_error(self.url):
-            self.files.pipe_file(self._path(".writable"), b"")
-            self.files.rm_file(self._path(".writable"))
+        self._call("pipe_file", ".writable", b"")
+        self._call("rm_file", ".writable")
 
     def exists(self, name: str) -> bool:
         """Returns whether there is a file or folder of that name."""
-        with _as_os_error(self.url_of(name)):
-            return self.files.exists(self._path(name))
+        return self._call("exists", name)
 
     def folders(self, name: str) -> list[str]:
         """Returns the names of a folder's subfolders; none if there is no such folder."""
-        with _as_os_error(self.url_of(name)):
-            try:
-                entries = self.files.ls(self._path(name), detail=True)
-            except FileNotFoundError:
-                return []
+        try:
+            entries = self._call("ls", name, detail=True)
+        except FileNotFoundError:
+            return []
         return [Path(entry["name"]).name for entry in entries if entry["type"] == "directory"]
 
     def read(self, name: str) -> bytes:
         """Returns the contents of a file."""
-        with _as_os_error(self.url_of(name)):
-            return self.files.cat_file(self._path(name))
+        return self._call("cat_file", name)
 
     def upload(self, file: Path, name: str) -> None:
         """Uploads a local file."""
         with _as_os_error(self.url_of(name)):
-            self.files.put_file(str(file), self._path(name))
+            self.files.put_file(str(file), f"{self.root}/{name}")
 
     def download(self, name: str, folder: Path) -> None:
         """Downloads the files of a folder into a local one."""
-        path = self._path(name)
         with _as_os_error(self.url_of(name)):
-            for found in self.files.find(path):
-                target = folder / str(found)[len(path) + 1 :]
+            for found in self.files.find(f"{self.root}/{name}"):
+                target = folder / str(found)[len(f"{self.root}/{name}/") :]
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self.files.get_file(found, str(target))
 
     def delete(self, name: str) -> None:
         """Removes a file, or a folder with its contents."""
-        with _as_os_error(self.url_of(name)):
-            self.files.rm(self._path(name), recursive=True)
+        self._call("rm", name, recursive=True)
 
     def move(self, name: str, new_name: str) -> None:
         """Moves a folder, by copying its files and removing the old ones."""
-        self._move(self._path(name), self._path(new_name))
+        self._move(f"{self.root}/{name}", f"{self.root}/{new_name}")
 
     def move_all_aside(self) -> str:
         """Moves the folder to the first free URL of `URL.1`, `URL.2`, ..., and returns that URL."""
+        number = 1
         with _as_os_error(self.url):
-            number = 1
             while self.files.exists(f"{self.root}.{number}"):
                 number += 1
         self._move(self.root, f"{self.root}.{number}")
@@ -114,8 +108,9 @@ class RemoteFolder:
                 self.files.cp_file(found, new + str(found)[len(old) :])
             self.files.rm(old, recursive=True)
 
-    def _path(self, name: str) -> str:
-        return f"{self.root}/{name}"
+    def _call(self, method: str, name: str, *args: Any, **options: Any) -> Any:
+        with _as_os_error(self.url_of(name)):
+            return getattr(self.files, method)(f"{self.root}/{name}", *args, **options)
 
 
 @contextlib.contextmanager

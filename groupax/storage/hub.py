@@ -51,20 +51,13 @@ def _upload_error(error: Any, folder: Path, repo_id: str) -> ValueError | RunErr
     """Returns the error to raise: one for the user to fix, or one that a second attempt may fix."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    if isinstance(error, HfHubHTTPError):
-        status, message = error.response.status_code, error.server_message
-        reasons = {
-            401: "the hub refuses the token; check HF_TOKEN",
-            403: f"the token may not write to {repo_id}; use one with write access to it",
-            404: f"the hub has no {repo_id} that is visible to the token",
-        }
-        if status in reasons:
-            return ValueError(f"{reasons[status]} (status {status}: {message or 'no message'})")
-        reason = f"status {status}: {message or error}"
-    else:
-        cause = error.__cause__ or error
-        reason = f"{type(cause).__name__}: {cause}"
+    if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
+        return ValueError(
+            f"the hub refuses the upload to {repo_id} (status {error.response.status_code}: "
+            f"{error.server_message or 'no message'}); check that HF_TOKEN may write there"
+        )
+    cause = error.__cause__ or error
     return RunError(
-        f"the upload of {folder} to {repo_id} was interrupted ({reason}). Nothing is lost: the folder is unchanged, "
-        "and the same command resumes the upload"
+        f"the upload of {folder} to {repo_id} was interrupted ({type(cause).__name__}: {cause}). Nothing is lost: the "
+        "folder is unchanged, and the same command resumes the upload"
     )

@@ -10,9 +10,7 @@ from typing import Any
 from groupax.terminal.printable import short_repr
 
 # Far beyond any released model. Without these limits a false number would be counted up to before it is noticed.
-MAX_LAYERS = 4096
-MAX_EXPERTS = 4096
-MAX_CONVOLUTION = 256
+MAX_LAYERS = MAX_EXPERTS = 4096  # also of the taps of a convolution
 MAX_SIZE = 2**31 - 1  # the range of an int32 index
 
 
@@ -67,34 +65,43 @@ def list_of(kind: Kind) -> Kind:
     )
 
 
+SIZE, TOKEN, COUNT, NUMBERED = integer(), integer(0), integer(1, MAX_LAYERS), integer(0, MAX_LAYERS)
 ANY_NUMBER = Kind("a finite number", is_number, is_number=True)
 NOT_NEGATIVE = Kind("a finite number of at least 0", lambda value: is_number(value) and value >= 0, is_number=True)
+POSITIVE = above(0)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("a string", lambda value: isinstance(value, str))
 TABLE = Kind("an object", lambda value: isinstance(value, Mapping)).or_null()
-TEXTS = list_of(TEXT).or_null()
-DTYPE = Kind("float32, bfloat16 or float16", lambda value: value in ("float32", "bfloat16", "float16")).or_null()
-TOKEN = integer(0)
+DTYPE = Kind("float32, bfloat16 or float16", lambda value: value in ("float32", "bfloat16", "float16"))
 TOKENS = Kind(
     f"{TOKEN.description}, or a list of them",
     lambda value: all(map(TOKEN.accepts, value if isinstance(value, list) else [value])),
-).or_null()
+)
+FRACTION = Kind("a number above 0 and at most 1", lambda value: is_number(value) and 0 < value <= 1)
+PATTERN = Kind(
+    "a whole number, or a string of L and G",
+    lambda value: NUMBERED.accepts(value) or (isinstance(value, str) and set(value) <= set("LG")),
+)
+TUNING = Kind("true, false or a whole number", lambda value: isinstance(value, bool) or TOKEN.accepts(value))
 
 
 def _table(*rows: tuple[Kind, str]) -> Mapping[str, Kind]:
-    """Returns the kind of each key; a row has the keys of a kind, separated by spaces."""
-    return {key: kind for kind, keys in rows for key in keys.split()}
+    """Returns the kind of each key; a row has a kind and its keys, with "?" where null is allowed."""
+    return {
+        key.rstrip("?"): kind.or_null() if key.endswith("?") else kind for kind, keys in rows for key in keys.split()
+    }
 
 
 # `config.json`: all keys that a family reads. A test compares this with the readers.
 CONFIG = _table(
     (
-        integer(),
-        "block_multiple_of decoder_sparse_step floor_scale hidden_size intermediate_size "
-        "intermediate_size_mlp kv_lora_rank linear_key_head_dim linear_num_key_heads linear_num_value_heads "
-        "linear_value_head_dim max_position_embeddings mm_tokens_per_image moe_intermediate_size "
-        "no_rope_layer_interval num_attention_heads qk_nope_head_dim qk_rope_head_dim scale_factor "
-        "shared_expert_intermediate_size v_head_dim vocab_size",
+        SIZE,
+        "attention_chunk_size? block_ff_dim? block_multiple_of decoder_sparse_step floor_scale head_dim? hidden_size "
+        "intermediate_size intermediate_size_mlp kv_lora_rank linear_key_head_dim linear_num_key_heads "
+        "linear_num_value_heads linear_value_head_dim max_position_embeddings mm_tokens_per_image "
+        "moe_intermediate_size no_rope_layer_interval num_attention_heads num_key_value_heads? num_labels? "
+        "q_lora_rank? qk_nope_head_dim qk_rope_head_dim scale_factor shared_expert_intermediate_size sliding_window? "
+        "v_head_dim vocab_size",
     ),
     (
         FLAG,
@@ -103,90 +110,69 @@ CONFIG = _table(
         "use_expert_bias use_qk_norm use_sliding_window",
     ),
     (
-        above(0),
-        "attention_multiplier embedding_multiplier layer_norm_eps logit_scale logits_scaling norm_eps "
-        "query_pre_attn_scalar rms_norm_eps routed_scaling_factor swiglu_alpha swiglu_limit",
-    ),
-    (
-        integer().or_null(),
-        "attention_chunk_size block_ff_dim head_dim num_key_value_heads num_labels q_lora_rank sliding_window",
+        POSITIVE,
+        "attention_multiplier attn_logit_softcapping? block_ffn_dim_multiplier? embedding_multiplier "
+        "final_logit_softcapping? layer_norm_eps logit_scale logits_scaling norm_eps query_pre_attn_scalar "
+        "rms_norm_eps routed_scaling_factor swiglu_alpha swiglu_limit",
     ),
     (TABLE, "id2label quantization_config rope_parameters rope_scaling text_config vision_config"),
-    (integer(1, MAX_EXPERTS), "n_group n_routed_experts num_experts_per_tok topk_group"),
-    (above(0).or_null(), "attn_logit_softcapping block_ffn_dim_multiplier final_logit_softcapping"),
-    (integer(0, MAX_LAYERS), "first_k_dense_replace num_dense_layers num_nextn_predict_layers"),
-    (integer(1, MAX_LAYERS), "full_attention_interval interleave_moe_layer_step num_hidden_layers"),
-    (TOKEN, "image_token_id image_token_index video_token_id"),
-    (TEXTS, "architectures layer_types"),
+    (
+        COUNT,
+        "conv_L_cache full_attention_interval interleave_moe_layer_step linear_conv_kernel_dim n_group "
+        "n_routed_experts num_experts_per_tok num_hidden_layers num_local_experts? topk_group",
+    ),
+    (NUMBERED, "first_k_dense_replace n_shared_experts num_dense_layers num_experts? num_nextn_predict_layers"),
+    (TOKEN, "image_token_id image_token_index max_window_layers video_token_id"),
+    (list_of(TEXT), "architectures? layer_types?"),
     (NOT_NEGATIVE, "attn_scale router_aux_loss_coef"),
-    (integer(1, MAX_CONVOLUTION), "conv_L_cache linear_conv_kernel_dim"),
-    (DTYPE, "dtype torch_dtype"),
-    (list_of(integer(0, MAX_LAYERS)).or_null(), "full_attn_idxs moe_layers"),
-    (TEXT.or_null(), "hidden_act hidden_activation"),
-    (
-        Kind("true, false or a whole number", lambda value: isinstance(value, bool) or is_integer(value, 0, MAX_SIZE)),
-        "attn_temperature_tuning",
-    ),
-    (TOKENS, "eos_token_id"),
-    (integer(0), "max_window_layers"),
-    (list_of(integer(0)).or_null(), "mlp_only_layers"),
-    (TEXT, "model_type"),
-    (integer(0, MAX_EXPERTS), "n_shared_experts"),
-    (list_of(integer(0, 1)).or_null(), "no_rope_layers"),
-    (integer(0, MAX_EXPERTS).or_null(), "num_experts"),
-    (integer(1, MAX_EXPERTS).or_null(), "num_local_experts"),
-    (integer(2).or_null(), "original_max_position_embeddings"),
-    (
-        Kind("a number above 0 and at most 1", lambda value: is_number(value) and 0 < value <= 1).or_null(),
-        "partial_rotary_factor",
-    ),
+    (DTYPE, "dtype? torch_dtype?"),
+    (list_of(NUMBERED), "full_attn_idxs? mlp_only_layers? moe_layers?"),
+    (TEXT, "hidden_act? hidden_activation? model_type"),
+    (TUNING, "attn_temperature_tuning"),
+    (TOKENS, "eos_token_id?"),
+    (list_of(integer(0, 1)), "no_rope_layers?"),
+    (integer(2), "original_max_position_embeddings?"),
+    (FRACTION, "partial_rotary_factor?"),
     (ANY_NUMBER, "residual_multiplier"),
-    (above(1), "rope_local_base_freq"),
-    (above(1).or_null(), "rope_theta"),
-    (
-        Kind(
-            "a whole number, or a string of L and G",
-            lambda value: is_integer(value, 0, MAX_LAYERS) or (isinstance(value, str) and set(value) <= set("LG")),
-        ).or_null(),
-        "sliding_window_pattern",
-    ),
+    (above(1), "rope_local_base_freq rope_theta?"),
+    (PATTERN, "sliding_window_pattern?"),
 )
 # The `vision_config` of models that see images; sizes may not be pairs.
 VISION = _table(
     (
-        integer(),
+        SIZE,
         "hidden_size image_size in_channels intermediate_size num_attention_heads num_channels num_heads "
         "num_position_embeddings out_hidden_size patch_size spatial_merge_size temporal_patch_size",
     ),
-    (integer(1, MAX_LAYERS), "depth num_hidden_layers"),
-    (list_of(integer(0, MAX_LAYERS)), "deepstack_visual_indexes"),
+    (COUNT, "depth num_hidden_layers"),
+    (list_of(NUMBERED), "deepstack_visual_indexes"),
     (TEXT, "hidden_act"),
-    (above(0), "layer_norm_eps"),
+    (POSITIVE, "layer_norm_eps"),
     (TABLE, "rope_parameters"),
     (FLAG, "vision_use_head"),
 )
 # A table of rotary parameters, in either notation; null is the same as no entry.
 ROPE = _table(
-    (above(0), "attention_factor beta_fast beta_slow factor high_freq_factor low_freq_factor"),
+    (POSITIVE, "attention_factor beta_fast beta_slow factor high_freq_factor low_freq_factor"),
     (NOT_NEGATIVE, "llama_4_scaling_beta mscale mscale_all_dim"),
     (TABLE, "full_attention sliding_attention"),
-    (list_of(above(0)), "long_factor short_factor"),
+    (list_of(POSITIVE), "long_factor short_factor"),
     (TEXT, "rope_type type"),
-    (integer(), "max_position_embeddings"),
+    (SIZE, "max_position_embeddings"),
     (integer(2), "original_max_position_embeddings"),
-    (CONFIG["partial_rotary_factor"], "partial_rotary_factor"),
+    (FRACTION, "partial_rotary_factor?"),
     (above(1), "rope_theta"),
     (FLAG, "truncate"),
 )
 # `generation_config.json`: the tokens that end a completion, and the settings that `compat.hf` uses.
 GENERATION = _table(
-    (integer().or_null(), "max_length max_new_tokens num_return_sequences"),
-    (ANY_NUMBER.or_null(), "min_p top_p"),
-    (integer(-1).or_null(), "pad_token_id top_k"),
+    (SIZE, "max_length? max_new_tokens? num_return_sequences?"),
+    (ANY_NUMBER, "min_p? top_p?"),
+    (integer(-1), "pad_token_id? top_k?"),
     (FLAG, "do_sample"),
-    (TOKENS, "eos_token_id"),
-    (above(0).or_null(), "repetition_penalty"),
-    (NOT_NEGATIVE.or_null(), "temperature"),
+    (TOKENS, "eos_token_id?"),
+    (POSITIVE, "repetition_penalty?"),
+    (NOT_NEGATIVE, "temperature?"),
 )
 
 

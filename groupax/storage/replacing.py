@@ -8,7 +8,6 @@ next to it, which can be deleted.
 
 import ctypes
 import hashlib
-import logging
 import os
 import re
 import secrets
@@ -19,7 +18,6 @@ from pathlib import Path, PurePosixPath
 
 from groupax.storage.folders import list_names, read_json, write_json
 
-logger = logging.getLogger(__name__)
 MANIFEST = ".groupax_files.json"
 CARD = "README.md"  # an edited card is kept
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 64  # larger files are fingerprinted by samples, since reading them takes long
@@ -170,13 +168,7 @@ def replacing_folder(folder: Path, sources: Collection[Path] = ()) -> Iterator[P
     folder = _resolved(folder)
     check_destination(folder, sources)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    start = f".{folder.name}.partial-"
-    if leftovers := sorted(path.name for path in folder.parent.iterdir() if path.name.startswith(start)):
-        logger.warning(
-            "an earlier attempt to write %s was interrupted and left %s in %s, which can be deleted",
-            *(folder, ", ".join(leftovers), folder.parent),
-        )
-    partial = folder.with_name(f"{start}{secrets.token_hex(4)}")
+    partial = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
     partial.mkdir()
     try:
         yield partial
@@ -185,7 +177,6 @@ def replacing_folder(folder: Path, sources: Collection[Path] = ()) -> Iterator[P
         if replaces:
             check_destination(folder, sources)  # the folder may have changed while the model was written
             if (folder / CARD).is_file() and CARD not in written_files(folder):
-                logger.warning("%s was edited, or is not groupax's, and is kept", folder / CARD)
                 shutil.copy2(folder / CARD, partial / CARD)
             shutil.copymode(folder, partial)
             for name in _files_below(partial):
@@ -196,9 +187,7 @@ def replacing_folder(folder: Path, sources: Collection[Path] = ()) -> Iterator[P
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    if replaces and (left := _foreign_files(partial)):
-        logger.warning("%s changed in %s while its model was replaced; see %s", list_names(left), folder, partial)
-    elif replaces:
+    if replaces:
         shutil.rmtree(partial)
 
 

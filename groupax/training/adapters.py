@@ -1,7 +1,7 @@
 """Several adapters of one base, each with a learner of its own."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -85,12 +85,12 @@ class AdapterLearners:
             learner.shapes = shapes[name]
 
     @property
-    def device_lock(self) -> AbstractContextManager[None] | None:
-        """Lock held while a program runs; None for none."""
+    def device_lock(self) -> AbstractContextManager[object]:
+        """Held while a program runs."""
         return self._first.device_lock
 
     @device_lock.setter
-    def device_lock(self, lock: AbstractContextManager[None] | None) -> None:
+    def device_lock(self, lock: AbstractContextManager[object]) -> None:
         for learner in self.each.values():
             learner.device_lock = lock
 
@@ -127,7 +127,7 @@ class AdapterLearners:
 
     def digest(self) -> str:
         """Returns a digest of the trained weights of all adapters, which does not depend on their sharding."""
-        with self.device_lock or nullcontext():
+        with self.device_lock:
             return weights_digest(self.state.params)
 
     def snapshot(self) -> Params:

@@ -7,6 +7,7 @@ the prompt end before that one. The engine splits sequences at the same position
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -18,7 +19,6 @@ from groupax.engine.prefill import joined_features
 from groupax.models.execution import FusedAttention
 from groupax.models.kernels.fused_attention import MIN_QUERIES
 from groupax.models.logprobs import RaggedBatch, RaggedImages
-from groupax.models.specs import Params
 from groupax.models.vision.config import VisionConfig
 from groupax.models.vision.placement import continued, image_blocks, num_features
 from groupax.models.vision.tower import FeatureCache, ImageBatch, batch_images
@@ -34,7 +34,7 @@ from groupax.training.packing import (
     MicroBatchPlan,
     RowGroup,
     Shape,
-    group_parts,
+    group_rows,
     load,
     make_bucket,
     plan_micro_batches,
@@ -131,7 +131,7 @@ def pack_parts(
     vision: VisionConfig | None = None,
 ) -> list[Packed]:
     """Packs parts of a step's rows into a micro-batch each, all of one shape, on the first of the shards."""
-    groups = [group_parts(rows, part, share_prefix != "never") for part in parts]
+    groups = [group_rows(rows, part, share_prefix != "never") for part in parts]
     num_tokens = round_up(max(map(load, groups)), MIN_TOKENS)
     shape = make_bucket(groups, num_tokens, [each for own in groups for each in own], (), (0, 0), attention_cost)
     present = [name for name in _OPTIONAL if any(getattr(row, name) is not None for row in rows)]
@@ -139,6 +139,7 @@ def pack_parts(
     return [_pack_shards(rows, present, MicroBatchPlan([own, *nothing], shape), vision) for own in groups]
 
 
+@lru_cache(maxsize=16)
 def attention_cost_with(fused: FusedAttention | None) -> AttentionCost:
     """Returns the cost of attention by a kernel, or by plain attention."""
     if fused is None:
@@ -223,42 +224,28 @@ def _pack_shard(
     ragged = _ragged(rows, groups, lengths, starts, shape)
     if any(row.experts is not None for row in rows):
         ragged = replace(ragged, experts=_experts(rows, groups, starts, shape))
-    loss_inputs = _loss_inputs([rows[index] for index in indices], present, shape)
-    return MicroBatch(ragged, cells, slots, loss_inputs, _dropout_ids(rows, groups, starts, shape)), row_index
+    mask, (advantages, rollout_logp) = np.zeros((B, T), bool), np.zeros((2, B, T), np.float32)
+    optional = {name: np.zeros((B, T), _OPTIONAL[name]) for name in present}
+    for b, (index, length) in enumerate(zip(indices, lengths, strict=True)):
+        row = rows[index]
+        mask[b, :length], advantages[b, :length], rollout_logp[b, :length] = row.mask, row.advantages, row.rollout_logp
+        for name, values in optional.items():
+            values[b, :length] = np.nan if (known := getattr(row, name)) is None else known
+    loss_inputs = LossInputs(advantages=advantages, mask=mask, rollout_logp=rollout_logp, **optional)
+    # (group or row, position) spread over 32 bits by two large odd factors
+    dropout_ids, owners, end = np.zeros(shape.tokens, np.uint32), [], 0
+    for group in groups:
+        owners.append((end, -1 - rows[group.rows[0]].group, group.prompt))
+        end += group.prompt
+    for start, owner, size in [*owners, *zip(starts, indices, lengths, strict=True)]:
+        spread = np.arange(size, dtype=np.int64) * 0x85EBCA77 + owner * 0x9E3779B1
+        dropout_ids[start : start + size] = (spread & 0xFFFFFFFF).astype(np.uint32)
+    return MicroBatch(ragged, cells, slots, loss_inputs, dropout_ids), row_index
 
 
 def _row_starts(lengths: Sequence[int], num_tokens: int) -> list[int]:
     """Returns the first token of each row: rows are at the end of the shard."""
     return (num_tokens - sum(lengths) + np.cumsum([0, *lengths]))[:-1].tolist()
-
-
-def _loss_inputs(rows: Sequence[Row], present: Sequence[str], shape: Shape) -> LossInputs:
-    B, T = shape.rows
-    mask, (advantages, rollout_logp) = np.zeros((B, T), bool), np.zeros((2, B, T), np.float32)
-    optional = {name: np.zeros((B, T), _OPTIONAL[name]) for name in present}
-    for b, row in enumerate(rows):
-        length = len(row.completion)
-        mask[b, :length], advantages[b, :length], rollout_logp[b, :length] = row.mask, row.advantages, row.rollout_logp
-        for name, values in optional.items():
-            values[b, :length] = np.nan if (known := getattr(row, name)) is None else known
-    return LossInputs(advantages=advantages, mask=mask, rollout_logp=rollout_logp, **optional)
-
-
-def _dropout_ids(rows: Sequence[Row], groups: Sequence[RowGroup], starts: Sequence[int], shape: Shape) -> np.ndarray:
-    """Spreads (group or row, position) over 32 bits by two large odd factors."""
-    ids = np.zeros(shape.tokens, np.uint32)
-
-    def write(start: int, owner: int, size: int) -> None:
-        spread = np.arange(size, dtype=np.int64) * 0x85EBCA77 + owner * 0x9E3779B1
-        ids[start : start + size] = (spread & 0xFFFFFFFF).astype(np.uint32)
-
-    end = 0
-    for group in groups:
-        write(end, -1 - rows[group.rows[0]].group, group.prompt)
-        end += group.prompt
-    for index, start in zip((index for group in groups for index in group.rows), starts, strict=True):
-        write(start, index, len(rows[index].completion))
-    return ids
 
 
 def _ragged(
@@ -344,19 +331,6 @@ def denominators(rows: Sequence[Row], with_masked_rows: bool) -> Denominators:
     num_rows = sum(bool(row.mask.any()) or (with_masked_rows and not row.is_failure) for row in rows)
     num_tokens = sum(int(row.mask.sum()) for row in rows)
     return Denominators(jnp.float32(max(num_rows, 1)), jnp.float32(max(num_tokens, 1)))
-
-
-def with_features(
-    packed: Packed, vision: VisionConfig | None, cache: FeatureCache | None, params: Params, is_differentiated: bool
-) -> MicroBatch:
-    """Returns a micro-batch with the features of its images, or with the images if their gradient is needed."""
-    if not packed.images:
-        return packed.batch
-    assert vision is not None, "the model sees images"
-    assert cache is not None, "the model sees images"
-    if is_differentiated:
-        return replace(packed.batch, features=computed_features(vision, packed.images))
-    return replace(packed.batch, features=known_features(cache, params["vision"], packed.images))
 
 
 def known_features(cache: FeatureCache, params: dict[str, Any], images: Sequence[Sequence[Image]]) -> Features:

@@ -34,11 +34,12 @@ from groupax.training.batch import (
     MicroBatch,
     Packed,
     attention_cost_with,
+    computed_features,
     denominators,
+    known_features,
     pack,
     pack_parts,
     unpack,
-    with_features,
 )
 from groupax.training.memory import UpdateMemory, compute_dtype, explain_out_of_memory
 from groupax.training.optimizer import make_optimizer, make_schedule
@@ -57,6 +58,7 @@ from groupax.training.state import (
 )
 from groupax.training.step import (
     GradAccumulator,
+    StepSettings,
     all_reduce,
     distribution_metrics,
     efficiency_metrics,
@@ -131,7 +133,7 @@ class Learner:
         shapes: shapes of the micro-batches so far, for which there are compiled programs.
         num_updates: optimizer steps that changed the weights.
         entropy: state of the entropy bonus.
-        device_lock: lock held while a program runs, so that no other one on these devices comes between; None for none.
+        device_lock: held while a program runs, so that no other one on these devices comes between.
     """
 
     def __init__(
@@ -160,16 +162,19 @@ class Learner:
             mesh=self.mesh,
             offload_optimizer=settings.offload_optimizer,
         )
-        self.policy = self._policy()
+        self.policy = apply_adapter(self.frozen, self.trained())
         self.reference = self._initial_reference() if settings.objective.beta > 0 else None
         self.num_updates = 0
         self.longest = longest
         reduce_dtype = settings.fsdp_reduce_dtype
         self.execution = execution_for(device.platform, "none", settings.scan_layers, fused, reduce_dtype)
         self.execution = replace(self.execution, checkpointing=self._checkpointing())
+        self.num_shards = num_data_shards(self.mesh)
         self.shapes: list[Shape] = []
         self.entropy = EntropyState(settings.entropy.entropy_coef)
-        self.device_lock: AbstractContextManager[None] | None = None
+        self.device_lock: AbstractContextManager[object] = nullcontext()
+        # collectives of several queued programs can deadlock on virtual CPU devices
+        self._waits = self.on_cpu and (self.config.experts is not None or splits_model(self.mesh))
 
     def _initial_reference(self) -> Params:
         # fewer bits would lose the small steps by which sync_ref_model moves the reference
@@ -188,7 +193,7 @@ class Learner:
         """Returns about how much memory of a device an update takes for a time: gradients and activations."""
         memory, checkpointing = self._memory(), self.execution.checkpointing
         tokens = self.settings.micro_batch_tokens or memory.fitting_tokens(checkpointing)
-        most = -(-num_rows // num_data_shards(self.mesh)) * memory.longest_row
+        most = -(-num_rows // self.num_shards) * memory.longest_row
         leaves = [x for x in jax.tree.leaves(self.state.params) if isinstance(x, jax.Array)]
         gradients = sum(4 * math.prod(x.sharding.shard_shape(x.shape)) for x in leaves)
         return gradients + min(max(tokens, memory.longest_row), most) * memory.bytes_per_token(checkpointing)
@@ -198,7 +203,7 @@ class Learner:
         if self.settings.offload_optimizer:
             state = replace(state, opt_state=offload_state(state.params, state.opt_state))
         self.state = state
-        self.policy = self._policy()
+        self.policy = apply_adapter(self.frozen, self.trained())
         self.reference = self.reference if reference is None else self._stored(reference)
 
     @contextmanager
@@ -230,8 +235,10 @@ class Learner:
             }
         if applied:
             metrics |= self._advance(metrics["entropy"] if num_tokens else None)
-        distributions = {} if before is None else self._distributions(before)
-        metrics |= distribution_metrics(distributions)
+        distributions = {}
+        if before is not None:
+            distributions = self._distributions(before)
+            metrics |= distribution_metrics(distributions)
         seconds = time.perf_counter() - started_s
         metrics |= efficiency_metrics(packed, rows, seconds, self.config, self.mesh, self.dtype)
         logps, entropies = (unpack(packed, values, rows) for values in zip(*scored, strict=True))
@@ -246,7 +253,7 @@ class Learner:
         try:
             rows, counts, coef = self._prepared(rows)
             accumulator, _ = self._accumulate(self._pack(rows), counts, coef, 0.0)
-            with self._exclusive():
+            with self.device_lock:
                 accumulator = replace(all_reduce(accumulator, config=self.config, mesh=self.mesh), grads={})
                 loss, sums = to_host((accumulator.loss, accumulator.metrics))
         finally:
@@ -267,10 +274,10 @@ class Learner:
             rows, counts, coef = self._prepared(rows)
         finally:
             self.shapes = shapes
-        num_shards, cost = num_data_shards(self.mesh), attention_cost_with(self.execution.attention)
-        for packed in pack_parts(rows, parts, num_shards, self.settings.share_prefix, cost, self.config.vision):
+        cost = attention_cost_with(self.execution.attention)
+        for packed in pack_parts(rows, parts, self.num_shards, self.settings.share_prefix, cost, self.config.vision):
             accumulator, _ = self._accumulate([packed], counts, coef, self.dropout_rate)
-            with self._exclusive():
+            with self.device_lock:
                 yield all_reduce(accumulator, config=self.config, mesh=self.mesh).grads
 
     def _prepared(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Denominators, float]:
@@ -288,24 +295,24 @@ class Learner:
         objective = self.settings.objective
         accumulator = zero_grads(trained, config=self.config, settings=objective, mesh=self.mesh)
         scored = []
+        settings = StepSettings(self.config, objective, self.mesh, self.execution, dropout_rate)
         for part in packed:
-            with self._explain_out_of_memory(part), self._exclusive():
+            with (
+                explain_out_of_memory(part, self.num_shards, self.micro_batch_tokens, self.execution),
+                self.device_lock,
+            ):
+                batch = self._with_features(part, trained, self.trains_vision) if part.images else part.batch
                 accumulator, pair = micro_step(
                     trained,
                     accumulator,
-                    shard_batch(self._with_features(part, trained), self.mesh),
+                    shard_batch(batch, self.mesh),
                     counts,
                     jnp.float32(entropy_coef),
                     self.frozen,
                     self._dropout_key() if dropout_rate else None,
-                    config=self.config,
-                    settings=objective,
-                    mesh=self.mesh,
-                    execution=self.execution,
-                    dropout_rate=dropout_rate,
+                    settings=settings,
                 )
-                if self.device_lock or (self.on_cpu and (self.config.experts or splits_model(self.mesh))):
-                    # collectives of several queued programs can deadlock on virtual CPU devices
+                if self._waits or not isinstance(self.device_lock, nullcontext):
                     jax.block_until_ready(accumulator)
             scored.append(pair)
         return accumulator, scored
@@ -318,7 +325,7 @@ class Learner:
             weights before the update, if their distributions are due.
         """
         every = self.settings.weight_distribution_log_steps
-        with self._exclusive():
+        with self.device_lock:
             accumulator = all_reduce(accumulator, config=self.config, mesh=self.mesh)
             is_due = every > 0 and (self.num_updates + 1) % every == 0
             before = cast_params(self.state.params, dtype=jnp.float32) if is_due else None
@@ -332,7 +339,7 @@ class Learner:
                 offload_optimizer=self.settings.offload_optimizer,
             )
             accumulator = replace(accumulator, grads={})  # frees their memory
-            self.policy = self._policy()
+            self.policy = apply_adapter(self.frozen, self.trained())
             return *to_host((accumulator.loss, accumulator.metrics, grad_norm, applied)), before
 
     def _advance(self, entropy: float | None) -> Metrics:
@@ -345,7 +352,7 @@ class Learner:
                 metrics["entropy_coef"] = self.entropy.coef
         if settings.sync_ref_model and self.num_updates % settings.ref_model_sync_steps == 0:
             assert self.reference is not None, "the config requires beta > 0"
-            with self._exclusive():
+            with self.device_lock:
                 on_device = on_devices({name: self.reference[name] for name in self.state.params})
                 mixed = ema_update(on_device, self.state.params, alpha=settings.ref_model_mixup_alpha)
                 self.reference = self._stored(apply_adapter(self.frozen, mixed))
@@ -353,13 +360,13 @@ class Learner:
 
     def _distributions(self, before: Params) -> dict[str, np.ndarray]:
         """Returns the norm of each trained weight, and how far the update moved it."""
-        with self._exclusive():
+        with self.device_lock:
             norms, ratios = to_host(norms_and_update_ratios(before, self.state.params))
         return {"weights/norms": norms, "weights/update_ratios": ratios}
 
     def digest(self) -> str:
         """Returns a digest of the trained weights, which does not depend on their sharding."""
-        with self._exclusive():
+        with self.device_lock:
             return weights_digest(self.state.params)
 
     def snapshot(self) -> Params:
@@ -375,19 +382,15 @@ class Learner:
     def logprobs(self, params: Params, rows: Sequence[Row]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Computes log-probs of each row's completion under some weights, and the entropies of their distributions."""
         packed = self._pack(rows)
+        settings = StepSettings(self.config, self.settings.objective, self.mesh, self.execution)
         scored = []
         for part in packed:
-            with self._explain_out_of_memory(part), self._exclusive():
-                batch = shard_batch(self._with_features(part, params, is_differentiated=False), self.mesh)
-                pair = score(
-                    params,
-                    batch,
-                    config=self.config,
-                    settings=self.settings.objective,
-                    mesh=self.mesh,
-                    execution=self.execution,
-                )
-                scored.append(to_host(pair))
+            with (
+                explain_out_of_memory(part, self.num_shards, self.micro_batch_tokens, self.execution),
+                self.device_lock,
+            ):
+                batch = self._with_features(part, params, is_differentiated=False) if part.images else part.batch
+                scored.append(to_host(score(params, shard_batch(batch, self.mesh), settings=settings)))
         logps, entropies = zip(*scored, strict=True)
         return unpack(packed, logps, rows), unpack(packed, entropies, rows)
 
@@ -398,15 +401,9 @@ class Learner:
         threshold = top_entropy_threshold(counted, self.settings.top_entropy_quantile)
         return [replace(row, policy_mask=entropy >= threshold) for row, entropy in zip(rows, entropies, strict=True)]
 
-    def _policy(self) -> Params:
-        return apply_adapter(self.frozen, self.trained())
-
     def trained(self) -> Params:
         """Returns the trained weights in compute dtype: the masters themselves where they have it, until an update."""
         return self.state.params if self.dtype == jnp.float32 else cast_params(self.state.params, dtype=self.dtype)
-
-    def _exclusive(self) -> AbstractContextManager[None]:
-        return self.device_lock or nullcontext()
 
     def _dropout_key(self) -> jax.Array | None:
         """Returns the key of the next update, which all of its micro-batches share."""
@@ -425,14 +422,11 @@ class Learner:
         free = math.inf if self.on_cpu else free_memory_bytes(self.mesh)
         return UpdateMemory(self.config, self.dtype.itemsize, longest, is_fused, free)
 
-    def _explain_out_of_memory(self, packed: Packed) -> AbstractContextManager[None]:
-        return explain_out_of_memory(packed, num_data_shards(self.mesh), self.micro_batch_tokens, self.execution)
-
     def _pack(self, rows: Sequence[Row]) -> list[Packed]:
         cost, share_prefix = attention_cost_with(self.execution.attention), self.settings.share_prefix
         packed, self.shapes = pack(
             rows,
-            num_data_shards(self.mesh),
+            self.num_shards,
             self.micro_batch_tokens,
             self.shapes,
             share_prefix,
@@ -442,8 +436,11 @@ class Learner:
         )
         return packed
 
-    def _with_features(self, packed: Packed, params: Params, is_differentiated: bool = True) -> MicroBatch:
+    def _with_features(self, packed: Packed, params: Params, is_differentiated: bool) -> MicroBatch:
         """Returns a micro-batch with the features of its images, or with the images if their gradient is needed."""
+        assert self.config.vision is not None, "the model sees images"
+        if is_differentiated:
+            return replace(packed.batch, features=computed_features(self.config.vision, packed.images))
+        assert self.features is not None, "the model sees images"
         weights = params if self.trains_vision or self.frozen is None else self.frozen.params
-        is_differentiated = is_differentiated and self.trains_vision
-        return with_features(packed, self.config.vision, self.features, weights, is_differentiated)
+        return replace(packed.batch, features=known_features(self.features, weights["vision"], packed.images))

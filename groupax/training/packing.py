@@ -19,8 +19,10 @@ columns and those before them.
 """
 
 import heapq
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from groupax.settings.compute import SharePrefix
@@ -69,11 +71,6 @@ class AttentionCost:
         """Returns the number of scores that are computed for the prompts themselves."""
         return self._scores(prompts, 0, 0, columns)
 
-    def cost(self, shape: "Shape") -> float:
-        """Returns the cost of a micro-batch of this shape, in tokens."""
-        scores = self.num_prompt_scores(*shape.prompts) + self.num_scores(shape.tiles, shape.prompts[1])
-        return shape.tokens + SCORE_COST * scores
-
     def _scores(self, rows: int, before: int, first: int, end: int) -> int:
         width = end - first
         if self.computed == "from_first":
@@ -102,7 +99,7 @@ class Shape:
     prompts: Size
     tiles: tuple[Size, ...]
 
-    @property
+    @cached_property
     def rows(self) -> Size:
         """The number of rows and their columns."""
         return self.tiles[0][0], self.tiles[-1][1]
@@ -116,16 +113,13 @@ class RowGroup:
         rows: indices of the rows, shortest first.
         prompt: tokens of the prompt without its last, which is the rows' first input.
         lengths: tokens of each row's completion.
+        num_tokens: tokens of the prompt and of all rows.
     """
 
     rows: tuple[int, ...]
     prompt: int
     lengths: tuple[int, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of the prompt and of all rows."""
-        return self.prompt + sum(self.lengths)
+    num_tokens: int
 
 
 def load(groups: Sequence[RowGroup]) -> int:
@@ -139,16 +133,27 @@ def tile_ranges(tiles: Sequence[Size]) -> list[tuple[int, int, int]]:
     return [(rows, first, end) for (rows, end), first in zip(tiles, firsts, strict=False)]
 
 
+@lru_cache(maxsize=1024)
+def cost_of(shape: Shape, attention_cost: AttentionCost) -> float:
+    """Returns the cost of a micro-batch of this shape, in tokens."""
+    scores = attention_cost.num_prompt_scores(*shape.prompts) + attention_cost.num_scores(shape.tiles, shape.prompts[1])
+    return shape.tokens + SCORE_COST * scores
+
+
 def fits(shape: Shape, groups: Sequence[RowGroup]) -> bool:
     """Returns whether a shard of this shape holds the groups."""
-    lengths = _lengths(groups)
+    lengths = [length for group in groups for length in group.lengths]
+    firsts = [0, *(end for _, end in shape.tiles)]
     return (
-        load(groups) <= shape.tokens
+        sum(group.prompt for group in groups) + sum(lengths) <= shape.tokens
         and sum(lengths) <= shape.row_tokens
         and len(groups) <= shape.prompts[0]
-        and max((group.prompt for group in groups), default=0) <= shape.prompts[1]
-        and max(lengths, default=0) <= shape.rows[1]
-        and all(_num_reaching(lengths, first) <= rows for rows, first, _ in tile_ranges(shape.tiles))
+        and all(group.prompt <= shape.prompts[1] for group in groups)
+        and all(length <= firsts[-1] for length in lengths)
+        and all(
+            sum(max(length, 1) > first for length in lengths) <= rows  # all reach the first tile, even empty ones
+            for (rows, _), first in zip(shape.tiles, firsts, strict=False)
+        )
     )
 
 
@@ -306,30 +311,25 @@ def plan_micro_batches(
 
     Of a few ways to do this the cheapest is taken, where new shapes count extra.
     """
-    plans = []
+    best, least = [], math.inf
     for share in {"always": (True,), "never": (False,), "auto": (True, False)}[share_prefix]:
-        groups = group_rows(rows, share)
+        groups = group_rows(rows, range(len(rows)), share)
         for sizes in _candidate_sizes(groups, num_shards, micro_batch_tokens, known):
             batches = _distribute(rows, groups, num_shards, sizes)
-            if batches is not None:
-                plans.append(_choose_shapes(batches, sizes, known, longest, attention_cost))
-
-    def total_cost(plan: list[MicroBatchPlan]) -> float:
-        new = {each.shape for each in plan} - set(known)
-        cost = sum(attention_cost.cost(each.shape) + MICRO_BATCH_COST for each in plan)
-        squares = sum(index**2 for index in range(len(known), len(known) + len(new)))
-        return cost + squares * (COMPILE_FRAC * cost + COMPILE_TOKENS)
-
-    return min(plans, key=total_cost)
-
-
-def group_rows(rows: Sequence[Row], share: bool) -> list[RowGroup]:
-    """Groups rows by their prompt, or puts each row into its own group."""
-    return group_parts(rows, range(len(rows)), share)
+            if batches is None:
+                continue
+            plan = _choose_shapes(batches, sizes, known, longest, attention_cost)
+            num_new = len({each.shape for each in plan} - set(known))
+            cost = sum(cost_of(each.shape, attention_cost) + MICRO_BATCH_COST for each in plan)
+            squares = sum(index**2 for index in range(len(known), len(known) + num_new))
+            cost += squares * (COMPILE_FRAC * cost + COMPILE_TOKENS)
+            if cost < least:
+                best, least = plan, cost
+    return best
 
 
-def group_parts(rows: Sequence[Row], part: Sequence[int], share: bool) -> list[RowGroup]:
-    """Groups some of the rows, by their indices, as `group_rows` does."""
+def group_rows(rows: Sequence[Row], part: Sequence[int], share: bool) -> list[RowGroup]:
+    """Groups some of the rows, by their indices, by their prompt, or puts each into its own group."""
     indices: dict[int, list[int]] = {}
     for index in part:
         indices.setdefault(rows[index].group if share else index, []).append(index)
@@ -339,7 +339,8 @@ def group_parts(rows: Sequence[Row], part: Sequence[int], share: bool) -> list[R
 def _row_group(rows: Sequence[Row], indices: Sequence[int]) -> RowGroup:
     ordered = sorted(indices, key=lambda index: len(rows[index].completion))
     lengths = tuple(len(rows[index].completion) for index in ordered)
-    return RowGroup(tuple(ordered), len(rows[indices[0]].prompt) - 1, lengths)
+    prompt = len(rows[indices[0]].prompt) - 1
+    return RowGroup(tuple(ordered), prompt, lengths, prompt + sum(lengths))
 
 
 def _candidate_sizes(
@@ -402,17 +403,19 @@ def _distribute(
     The largest group of each shard that is too full is split, at the cost of computing its prompt twice.
     """
     capacities = [size for size in sizes for _ in range(num_shards)]
-    groups = [piece for group in groups for piece in _split_to_fit(rows, group, max(sizes))]
+    largest = max(sizes)
+    if any(group.num_tokens > largest for group in groups):
+        groups = [piece for group in groups for piece in _split_to_fit(rows, group, largest)]
     for _ in range(MAX_SPLITS):
         bins = _balance(groups, capacities)
         overfull = [own for own, capacity in zip(bins, capacities, strict=True) if load(own) > capacity]
         if not overfull:
             micro_batches = [bins[first : first + num_shards] for first in range(0, len(bins), num_shards)]
             return [sorted(shards, key=lambda shard: -load(shard)) for shards in micro_batches]
-        largest = {max(own, key=lambda group: group.num_tokens * (len(group.rows) > 1)) for own in overfull}
-        if any(len(group.rows) < 2 for group in largest):
+        split = {max(own, key=lambda group: group.num_tokens * (len(group.rows) > 1)) for own in overfull}
+        if any(len(group.rows) < 2 for group in split):
             return None
-        groups = [piece for group in groups for piece in (_halves(rows, group) if group in largest else [group])]
+        groups = [piece for group in groups for piece in (_halves(rows, group) if group in split else [group])]
     return None
 
 
@@ -433,9 +436,8 @@ def _balance(groups: Sequence[RowGroup], capacities: Sequence[int]) -> list[list
     heaps: dict[int, list[tuple[int, int]]] = {}  # loads and indices of the bins with the same capacity
     for index, capacity in enumerate(capacities):
         heaps.setdefault(capacity, []).append((0, index))
-    sizes = {group: group.num_tokens for group in groups}
-    for group in sorted(groups, key=lambda group: (-sizes[group], group.rows)):
-        size = sizes[group]
+    for group in sorted(groups, key=lambda group: (-group.num_tokens, group.rows)):
+        size = group.num_tokens
         best = min(heaps, key=lambda capacity: ((heaps[capacity][0][0] + size) / capacity, heaps[capacity][0][1]))
         tokens, emptiest = heaps[best][0]
         bins[emptiest].append(group)
@@ -455,7 +457,7 @@ def _choose_shapes(
     all_groups = [group for shards in batches for shard in shards for group in shard]
     for shards, size in zip(batches, sizes, strict=True):
         fitting = (shape for shape in shapes if shape.tokens == size and all(fits(shape, shard) for shard in shards))
-        shape = min(fitting, key=attention_cost.cost, default=None)
+        shape = min(fitting, key=lambda shape: cost_of(shape, attention_cost), default=None)
         if shape is None:
             shape = make_bucket(shards, size, all_groups, shapes, longest, attention_cost)
             shapes.append(shape)

@@ -6,7 +6,7 @@ each device accumulates its own shard.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -108,11 +108,26 @@ def _zeros(params: Params, config: ModelConfig, settings: ObjectiveSettings) -> 
     )
 
 
-@partial(
-    jax.jit,
-    static_argnames=("config", "settings", "mesh", "execution", "dropout_rate"),
-    donate_argnames=("accumulator",),
-)
+@dataclass(frozen=True)
+class StepSettings:
+    """The static settings of the programs that compute log-probs and gradients.
+
+    Attributes:
+        config: Architecture of the model.
+        objective: Settings of the loss.
+        mesh: Devices.
+        execution: How the model's layers are executed.
+        dropout_rate: Dropout of an adapter's inputs.
+    """
+
+    config: ModelConfig
+    objective: ObjectiveSettings
+    mesh: Mesh
+    execution: Execution
+    dropout_rate: float = 0.0
+
+
+@partial(jax.jit, static_argnames="settings", donate_argnames="accumulator")
 def micro_step(
     params: Params,
     accumulator: GradAccumulator,
@@ -122,11 +137,7 @@ def micro_step(
     frozen: FrozenBase | None = None,
     dropout_key: Key[Array, ""] | None = None,
     *,
-    config: ModelConfig,
-    settings: ObjectiveSettings,
-    mesh: Mesh,
-    execution: Execution,
-    dropout_rate: float = 0.0,
+    settings: StepSettings,
 ) -> tuple[GradAccumulator, tuple[Float[Array, "B T"], Float[Array, "B T"]]]:
     """Adds a micro-batch's loss, gradients and metrics to each device's accumulator.
 
@@ -134,6 +145,7 @@ def micro_step(
         The new accumulator, and the log-probs of the batch's targets under `params` with the entropies of their
         distributions.
     """
+    config, objective, mesh = settings.config, settings.objective, settings.mesh
     layout = layout_of(config, mesh)
 
     def local(
@@ -147,17 +159,17 @@ def micro_step(
     ) -> tuple[GradAccumulator, tuple[Array, Array]]:
         inputs, dropout, image_dropout = batch.loss_inputs, None, None
         if dropout_key is not None:
-            dropout = Dropout(dropout_key, local_tokens(batch.dropout_ids, layout), jnp.float32(dropout_rate))
+            dropout = Dropout(dropout_key, local_tokens(batch.dropout_ids, layout), jnp.float32(settings.dropout_rate))
             if batch.features is not None and batch.features.dropout_ids is not None:
                 image_dropout = replace(dropout, tokens=batch.features.dropout_ids)
 
         def loss_fn(params: Params) -> tuple[Array, tuple[MetricSums, Array, Array]]:
             weights = apply_adapter(frozen, params, dropout, image_dropout)
-            logp, entropy, routings = _logprobs(config, settings, execution, weights, batch, layout)
-            loss, metrics = policy_objective(logp, entropy, inputs, counts, settings, entropy_coef)
+            logp, entropy, routings = _logprobs(settings, weights, batch, layout)
+            loss, metrics = policy_objective(logp, entropy, inputs, counts, objective, entropy_coef)
             if config.experts:
                 balance = _balance(routings, batch, layout)
-                loss = loss + router_loss_coef(config, settings) * balance / counts.num_tokens
+                loss = loss + router_loss_coef(config, objective) * balance / counts.num_tokens
                 metrics = join(metrics, MetricSums({ROUTER_LOSS: balance}, {}, {}))
             return loss, (metrics, logp, entropy)
 
@@ -214,42 +226,32 @@ def all_reduce(accumulator: GradAccumulator, *, config: ModelConfig, mesh: Mesh)
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(accumulator)
 
 
-@partial(jax.jit, static_argnames=("config", "settings", "mesh", "execution"))
+@partial(jax.jit, static_argnames="settings")
 def score(
-    params: Params,
-    batch: MicroBatch,
-    *,
-    config: ModelConfig,
-    settings: ObjectiveSettings,
-    mesh: Mesh,
-    execution: Execution,
+    params: Params, batch: MicroBatch, *, settings: StepSettings
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Computes log-probs of the batch's targets under some weights, and the entropies of their distributions."""
+    config, mesh = settings.config, settings.mesh
 
     def local(params: Params, batch: MicroBatch) -> tuple[Array, Array]:
-        return _logprobs(config, settings, execution, params, batch, layout_of(config, mesh))[:2]
+        return _logprobs(settings, params, batch, layout_of(config, mesh))[:2]
 
     in_specs = (partition_specs(config, mesh, params), ROWS)
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=ROWS, check_vma=False)(params, batch)
 
 
 def _logprobs(
-    config: ModelConfig,
-    settings: ObjectiveSettings,
-    execution: Execution,
-    params: Params,
-    batch: MicroBatch,
-    layout: Layout,
+    settings: StepSettings, params: Params, batch: MicroBatch, layout: Layout
 ) -> tuple[Array, Array, list[Routing]]:
     logp, entropy, routings = grouped_logprobs(
-        config,
+        settings.config,
         params,
         batch.ragged,
-        settings.temperature,
-        execution,
-        settings.entropy_bonus,
+        settings.objective.temperature,
+        settings.execution,
+        settings.objective.entropy_bonus,
         layout,
-        _features(config, params, batch),
+        _features(settings.config, params, batch),
     )
     return (
         gather_with_inverse(logp, batch.cells, batch.slots),
@@ -295,9 +297,7 @@ def policy_loss(metrics: Metrics, entropy_coef: float, config: ModelConfig, sett
 
 
 def distribution_metrics(distributions: Mapping[str, np.ndarray]) -> Metrics:
-    """Summarizes the norms and update ratios of all weights, if there are any."""
-    if not distributions:
-        return {}
+    """Summarizes the norms and update ratios of all weights."""
     norms, ratios = distributions["weights/norms"], distributions["weights/update_ratios"]
     return {
         "weights/norm": float(np.sqrt(np.sum(np.square(norms.astype(float))))),

@@ -15,9 +15,9 @@ from starlette.routing import Route
 
 from groupax.runs.report.record import changed_settings
 from groupax.view import curves, groups, token_values
-from groupax.view.evaluations import EvaluationTable, item_page
+from groupax.view.evaluations import differences, estimate_rows, item_page
 from groupax.view.overview import best_and_worst, machine_of, overview, table_row
-from groupax.view.rollouts import Step, StepCache
+from groupax.view.rollouts import Step, cached_step
 from groupax.view.runs import NotFoundError, Run, Runs
 from groupax.view.search import PromptIndex, Query, exported, search_steps
 from groupax.view.why import why
@@ -114,9 +114,7 @@ class Page:
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
-        self._steps = StepCache()
         self._indexes: dict[Run, PromptIndex] = {}
-        self._evaluations = EvaluationTable()
         self._distributions: dict[Run, curves.Distributions] = {}
 
     def routes(self) -> list[Route]:
@@ -125,7 +123,7 @@ class Page:
             *(self.overview, self.extremes, self.table, self.names, self.series, self.band, self.timeline),
             *(self.distributions, self.config, self.diagnostics, self.steps, self.step, self.group, self.tokens),
             *(self.text, self.why, self.search, self.prompts, self.prompt, self.evaluations, self.estimates),
-            *(self.differences, self.items, self.csv, self.export, self.image),
+            *(self.differences, self.items, self.export, self.image),
         ]
         files = {f"/static/{file.relative_to(STATIC)}": file for file in STATIC.rglob("*") if file.suffix in TYPES}
         files["/"] = STATIC / "index.html"
@@ -189,17 +187,6 @@ class Page:
                 found[metric] = {"x": x[kept].tolist(), **{name: y[kept].tolist() for name, y in ends.items()}}
                 found[metric]["num_runs"] = len(known)
         return found
-
-    def csv(self, asked: Asked) -> Response:
-        """Returns all points of the metrics `name` of the runs `run` as CSV, at the positions `from` to `to` of `by`.
-
-        With a weight `smooth` the lines have the smoothed value too.
-        """
-        runs = [(name, self.runs[name]) for name in asked.given.getlist("run")]
-        axis, weight = asked.text("by", "step"), asked.number("smooth", 0.0)
-        text = curves.sheet(runs, asked.given.getlist("name"), axis, asked.span, weight)
-        headers = {"content-disposition": "attachment", **NOT_STORED}  # the page names the file
-        return Response(text.encode(errors="backslashreplace"), 200, headers, "text/csv")
 
     def timeline(self, asked: Asked) -> Any:
         """Returns the phases of the `num` steps up to `last` on a time axis, and the shares of phases in all steps."""
@@ -276,7 +263,7 @@ class Page:
     def search(self, asked: Asked) -> Any:
         """Returns rollouts that match a query, searching backwards from step `before`, its row `first`, for a while."""
         before, first = asked.number("before", math.inf), asked.integer("first", "0")
-        return search_steps(asked.run, asked.query, before, first, self._steps.read)
+        return search_steps(asked.run, asked.query, before, first, cached_step)
 
     def export(self, asked: Asked) -> Response:
         """Returns all rollouts that match a query as a file of JSON Lines."""
@@ -304,7 +291,7 @@ class Page:
 
     def estimates(self, asked: Asked) -> Any:
         """Returns the estimates of every evaluation of a run."""
-        return self._evaluations.rows(asked.run.evaluation_files())
+        return estimate_rows(asked.run.evaluation_files())
 
     def image(self, asked: Asked) -> Response:
         """Responds with the image `name` of a run's prompts, as a PNG file."""
@@ -319,7 +306,7 @@ class Page:
         other = self.runs[asked.text("before_run")] if "before_run" in asked.given else asked.run
         before, after = asked.evaluation(other, "before"), asked.evaluation(asked.run, "name")
         first, query = asked.integer("first", "0"), asked.text("q")
-        return self._evaluations.differences(before, after, asked.text("show", "all"), first, query)
+        return differences(before, after, asked.text("show", "all"), first, query)
 
     def items(self, asked: Asked) -> Any:
         """Returns a page of the items of an evaluation."""
@@ -327,7 +314,7 @@ class Page:
         return item_page(path, asked.integer("first", "0"), asked.text("show", "all"), asked.text("q"))
 
     def _step(self, run: Run, number: int) -> Step:
-        return self._steps.read(run.rollout_file(number), run.reward_weights())
+        return cached_step(run.rollout_file(number), run.reward_weights())
 
     def _index(self, run: Run) -> PromptIndex:
         return self._indexes.setdefault(run, PromptIndex(run))

@@ -1,7 +1,5 @@
-"""Curves over steps: their positions, smoothing, means and sheets, phases of steps, and distributions as heat maps."""
+"""Curves over steps: their positions, smoothing and means, phases of steps, and distributions as heat maps."""
 
-import csv
-import io
 import math
 import threading
 import time
@@ -13,7 +11,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from groupax.view.rollouts import REWARD, completion_lengths, list_lengths, weighted_total
+from groupax.view.rollouts import REWARD, completion_lengths, floats, list_lengths, weighted_total
 from groupax.view.runs import Run
 
 BUDGET_S = 0.25  # time limit of a call for distributions; the page asks again
@@ -23,7 +21,6 @@ NUM_BINS = 32
 OUTERMOST = (0.005, 0.995)  # quantiles at which the bins end
 SHOWN_QUANTILES = (0.1, 0.5, 0.9)
 AXES = ("step", "tokens", "time")
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # beginnings of what spreadsheets compute
 MAX_STEPS = 200  # of a timeline
 WAIT_S = "time/wait_s"
 COMPILE_S = "time/compile_s"
@@ -127,37 +124,6 @@ def thinned(x: np.ndarray, y: np.ndarray, num_points: int) -> tuple[np.ndarray, 
     highs = first + np.where(np.isnan(padded), -np.inf, padded).argmax(axis=1)
     kept = np.unique(np.concatenate([[0, len(x) - 1], lows, highs]))
     return x[kept], y[kept]
-
-
-def sheet(
-    runs: Sequence[tuple[str, Run]], names: Sequence[str], axis: str, span: tuple[float, float], weight: float
-) -> str:
-    """Returns a CSV file with one line per run, metric and point; a value that is not finite is empty.
-
-    Args:
-        runs: Runs with their names.
-        names: Names of the metrics.
-        axis: Axis that positions are on.
-        span: First and last position.
-        weight: Weight of the earlier values in a further column with smoothed values; 0 for no such column.
-
-    Raises:
-        ValueError: The axis is unknown, or the weight is out of range.
-    """
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["run", "metric", axis, "value", *(["smoothed"] if weight else [])])
-    for name, run in runs:
-        for metric in names:
-            steps, values = run.series(metric)
-            x = positions(run, steps, axis)
-            columns = [x, values, *([smoothed(values, weight)] if weight else [])]
-            # no spreadsheet takes a foreign text for a formula
-            head = [f"'{each}" if each.startswith(FORMULA) else each for each in (name, metric)]
-            for row in np.flatnonzero((x >= span[0]) & (x <= span[1])).tolist():
-                cells = (float(column[row]) for column in columns)
-                writer.writerow([*head, *(f"{value:.12g}" if math.isfinite(value) else "" for value in cells)])
-    return text.getvalue()
 
 
 def timeline(run: Run, last: float, num_steps: int) -> dict[str, Any]:
@@ -295,7 +261,7 @@ def step_values(path: Path, weights: Sequence[float] | None) -> dict[str, np.nda
             rewards = [name for name in schema.names if name.startswith(REWARD)]
             plain = [*rewards, *(["advantage"] if "advantage" in schema.names else [])]
             table = file.read(columns=plain, use_threads=False)
-            columns = {name: _floats(table.column(name)) for name in plain}
+            columns = {name: floats(table.column(name)) for name in plain}
             found = {"reward": weighted_total([columns[name] for name in rewards], weights, file.metadata.num_rows)}
             found["length"] = completion_lengths(file, schema, file.metadata.num_rows).astype(np.float64)
             if "advantage" in columns:
@@ -345,11 +311,3 @@ def _sampled(values: np.ndarray) -> np.ndarray:
     if len(known) > MAX_VALUES:
         known = known[np.linspace(0, len(known) - 1, MAX_VALUES).astype(int)]
     return known.astype(np.float32).astype(np.float64)
-
-
-def _floats(column: Any) -> np.ndarray:
-    try:
-        values = column.cast(pyarrow.float64()).to_numpy(zero_copy_only=False)
-    except (pyarrow.ArrowException, TypeError):
-        return np.full(len(column), np.nan)
-    return np.asarray(values, np.float64)

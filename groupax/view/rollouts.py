@@ -2,10 +2,9 @@
 
 import hashlib
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from groupax.view.runs import NotFoundError
 
 PREVIEW_CHARACTERS = 320
 SHOWN_CHARACTERS = 20_000  # of a text, until the full text is requested
-CACHE_BYTES = 64 * 2**20
 NEEDED = ("prompt", "completion", "prompt_index", "sample_index")
 TEXTS = ["prompt", "completion"]  # stay dictionaries, as they are stored: a small file may repeat a long text often
 PER_TURN = ("turn_advantages", "images")  # lists that are short enough to be read
@@ -89,14 +87,14 @@ def read_step(path: Path, weights: Sequence[float] | None = None) -> Step:
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path.name} cannot be read: {error}") from error
     names = [name for name in flat if name.startswith(REWARD)]
-    rewards = {name.removeprefix(REWARD): _floats(table, name) for name in names}
+    rewards = {name.removeprefix(REWARD): floats(table.column(name)) for name in names}
     reasons = table.column("finish_reason").to_pylist() if "finish_reason" in flat else []
     return Step(
         table=table,
         prompt_index=table.column("prompt_index").to_numpy().astype(np.int64),
         rewards=rewards,
         total=weighted_total(list(rewards.values()), weights, table.num_rows),
-        advantage=_floats(table, "advantage"),
+        advantage=floats(table.column("advantage")) if "advantage" in flat else np.full(table.num_rows, np.nan),
         truncated=np.array([reason in TRUNCATIONS for reason in reasons] or [False] * table.num_rows, bool),
         num_tokens=lengths,
     )
@@ -117,30 +115,14 @@ def read_texts(path: Path) -> tuple[list[str], Any]:
     return [scalar_text(prompt, None)[0] for prompt in prompts], completions
 
 
-class StepCache:
-    """A cache of the most recently requested steps, up to a number of bytes."""
+def cached_step(path: Path, weights: Sequence[float] | None) -> Step:
+    """Returns `read_step`; the most recently used ones are kept until their file or the weights change."""
+    return _step_of_version(path, path.stat().st_mtime_ns, None if weights is None else tuple(weights))
 
-    def __init__(self, num_bytes: int = CACHE_BYTES) -> None:
-        self._num_bytes = num_bytes
-        self._lock = threading.Lock()
-        self._steps: OrderedDict[tuple[Path, int, tuple[float, ...]], Step] = OrderedDict()
-        self._num_cached = 0  # bytes
 
-    def read(self, path: Path, weights: Sequence[float] | None) -> Step:
-        """Returns `read_step`, cached until the file or the weights change."""
-        key = (path, path.stat().st_mtime_ns, tuple(weights or ()))
-        with self._lock:
-            if key in self._steps:
-                self._steps.move_to_end(key)
-                return self._steps[key]
-        step = read_step(path, weights)
-        with self._lock:
-            if key not in self._steps:  # which another thread may have read meanwhile
-                self._steps[key] = step
-                self._num_cached += step.table.nbytes
-            while len(self._steps) > 1 and self._num_cached > self._num_bytes:
-                self._num_cached -= self._steps.popitem(last=False)[1].table.nbytes
-        return step
+@lru_cache(maxsize=8)
+def _step_of_version(path: Path, version: int, weights: tuple[float, ...] | None) -> Step:  # noqa: ARG001
+    return read_step(path, weights)
 
 
 def weighted_total(columns: Sequence[np.ndarray], weights: Sequence[float] | None, num_rows: int) -> np.ndarray:
@@ -246,9 +228,10 @@ def _content(content: Any) -> str:
     return "".join(texts)
 
 
-def _floats(table: Any, name: str) -> np.ndarray:
+def floats(column: Any) -> np.ndarray:
     """Returns a column as float64; nulls and other values than numbers become NaN."""
-    if name not in table.column_names:
-        return np.full(table.num_rows, np.nan)
-    values = table.column(name).to_pylist()
-    return np.array([float(value) if isinstance(value, int | float) else np.nan for value in values], np.float64)
+    try:
+        values = column.cast(pyarrow.float64()).to_numpy(zero_copy_only=False)
+    except (pyarrow.ArrowException, TypeError):
+        return np.full(len(column), np.nan)
+    return np.asarray(values, np.float64)

@@ -1,6 +1,5 @@
 """Run folders, read while the runs are training."""
 
-import io
 import json
 import math
 import re
@@ -8,7 +7,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,25 +63,6 @@ class Tail:
                 else:
                     self.num_bad_lines += 1
 
-    def whole_lines(self, num_bytes: int) -> bytes:
-        """Returns the next whole lines of about that size, which `new_objects` still yields unless they are skipped.
-
-        Returns fewer bytes at the end of the file, and nothing if a line is longer. `generation` is up to date.
-
-        Raises:
-            OSError: The file exists and cannot be read.
-        """
-        if not self._has_more():
-            return b""
-        with open_file(self.path) as file:
-            file.seek(self._offset)
-            block = file.read(num_bytes)
-        return block[: block.rfind(b"\n") + 1]
-
-    def skip(self, num_bytes: int) -> None:
-        """Marks that many bytes as read."""
-        self._offset += num_bytes
-
     def _has_more(self) -> bool:
         """Returns whether there is something to read, and starts again with a file that was replaced."""
         try:
@@ -109,42 +89,8 @@ def _skip_line(file: Any) -> bool:
     return False
 
 
-NULL = -1.7e308  # stands for null, which Arrow does not tell from a name that a line does not have
-
-
-def columns_of(block: bytes) -> Mapping[str, tuple[np.ndarray, np.ndarray]] | None:
-    """Returns the numbers in whole lines of JSON by name: the lines that have the name, and their values, NaN for null.
-
-    Arrow parses them while other threads work. None if it cannot read the lines, or if one of them has no step: these
-    are for a reader of single lines.
-    """
-    import pyarrow
-    from pyarrow import json
-
-    try:
-        content = block.replace(b"null", repr(NULL).encode())
-        options = json.ReadOptions(use_threads=False, block_size=len(content) + 1)
-        table = json.read_json(io.BytesIO(content), read_options=options)
-    except pyarrow.ArrowException:
-        return None
-    if len(set(table.column_names)) != table.num_columns or table.num_rows != block.count(b"\n"):
-        return None
-    kinds = dict(zip(table.column_names, table.schema.types, strict=True))
-    is_number = pyarrow.types.is_floating, pyarrow.types.is_integer
-    found = {}
-    for name in (name for name, kind in kinds.items() if any(check(kind) for check in is_number)):
-        column = table.column(name)
-        rows = np.flatnonzero(column.is_valid().to_numpy())
-        values = column.drop_null().cast(pyarrow.float64(), safe=False).to_numpy()
-        found[name] = rows, np.where(np.isfinite(values) & (values != NULL), values, np.nan)
-    steps = found.get("step")
-    return None if steps is None or len(steps[0]) != table.num_rows or np.isnan(steps[1]).any() else found
-
-
 MAX_JSON_BYTES = 16 << 20  # of the settings and records of a run
 MAX_METRICS = 5000  # metric names; further ones are ignored
-BLOCK_BYTES = 2**19  # of metrics that are parsed at once
-SMALL_BYTES = 2**14  # what a live run has written since the last look is parsed line by line
 LINES_AT_ONCE = 100  # of metrics that are read before the time limit counts
 MAX_SHOWN_DIAGNOSTICS = 100  # names in the state of a run
 LIVE_S = 60.0  # a run that wrote within the last minute is live
@@ -297,31 +243,14 @@ class Run:
         return {file.stem: file for file in sorted((self.path / "evaluations").glob("*.jsonl"))}
 
     def _read_metrics(self, until_s: float) -> bool:
-        while self._read_part():
+        while self._read_lines():
             if time.monotonic() > until_s:
                 return False
         self._forget_replaced()
         return True
 
-    def _read_part(self) -> bool:
-        """Reads the next lines, at most about a block, and returns whether there may be more."""
-        block = self._metrics.whole_lines(BLOCK_BYTES)
-        self._forget_replaced()
-        columns = columns_of(block) if len(block) >= SMALL_BYTES else None
-        if columns is None:
-            return self._read_lines()
-        _, steps = columns["step"]
-        self._num_lines += len(steps)
-        self._last_step = np.fmax(self._last_step, float(steps.max()))
-        for name, (rows, values) in columns.items():
-            if name != "step" and (column := self._column(name)) is not None:
-                column.steps.frombytes(steps[rows].tobytes())
-                column.values.frombytes(values.tobytes())
-        self._metrics.skip(len(block))
-        return True
-
     def _read_lines(self) -> bool:
-        """Reads the next lines one by one, and returns whether there may be more."""
+        """Reads the next lines, and returns whether there may be more."""
         for count, line in enumerate(self._metrics.new_objects(), 1):
             self._forget_replaced()
             step = _number(line.pop("step", None))

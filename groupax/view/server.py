@@ -1,7 +1,6 @@
 """The HTTP server of the page, and who may ask it."""
 
 import hmac
-import math
 import socket
 import threading
 import time
@@ -33,9 +32,7 @@ HEADERS = {
 }
 
 
-READ_S = 0.1  # of reading long logs at the start, until the next look whether somebody waits for an answer
-QUIET_S = 0.3  # without a request, after which a page has what it needs
-LONGEST_WAIT_S = 2.0  # of the reader for its turn
+READ_S = 0.1  # of reading long logs at the start, and of each pause between, in which requests are answered
 
 
 class Guard:
@@ -105,29 +102,6 @@ class Guard:
         return self.token is not None and hmac.compare_digest(text.encode(), self.token.encode())
 
 
-class Visits:
-    """An ASGI middleware that tells whether somebody waits for an answer, or has just received one."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-        self._num_open, self._last_s = 0, -math.inf
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Handles an ASGI request."""
-        self._num_open += 1
-        try:
-            await self.app(scope, receive, send)
-        finally:
-            self._num_open -= 1
-            self._last_s = time.monotonic()
-
-    def wait_for_quiet(self) -> None:
-        """Returns when nobody has asked for a moment, at the latest after `LONGEST_WAIT_S`."""
-        until_s = time.monotonic() + LONGEST_WAIT_S
-        while (self._num_open or time.monotonic() < self._last_s + QUIET_S) and time.monotonic() < until_s:
-            time.sleep(0.02)
-
-
 def make_server(runs: Runs, port: int, token: str | None) -> tuple[uvicorn.Server, Page]:
     """Returns a server that is not running yet, and its request handlers, which the caller closes after it.
 
@@ -137,10 +111,9 @@ def make_server(runs: Runs, port: int, token: str | None) -> tuple[uvicorn.Serve
         token: Token that requests must have; None for servers on the loopback.
     """
     app, page = make_app(runs)
-    visits = Visits(Guard(app, token, port))
-    threading.Thread(target=_read_all, args=(runs, visits), daemon=True).start()  # starts before the first request
+    threading.Thread(target=_read_all, args=(runs,), daemon=True).start()  # starts before the first request
     config = uvicorn.Config(
-        visits,
+        Guard(app, token, port),
         http="h11",  # limits headers
         log_level="warning",
         access_log=False,
@@ -152,10 +125,10 @@ def make_server(runs: Runs, port: int, token: str | None) -> tuple[uvicorn.Serve
     return uvicorn.Server(config), page
 
 
-def _read_all(runs: Runs, visits: Visits) -> None:
-    """Reads long logs a part at a time; requests go first, and are answered with what is read so far."""
+def _read_all(runs: Runs) -> None:
+    """Reads long logs a part at a time; requests are answered with what is read so far."""
     while not runs.refresh(READ_S):
-        visits.wait_for_quiet()
+        time.sleep(READ_S)
 
 
 def serve(runs: Runs, listening: socket.socket, host: str, token: str | None) -> None:

@@ -22,7 +22,7 @@ import pyarrow
 import pyarrow.parquet
 
 from groupax.storage.folders import read_file
-from groupax.view.rollouts import has_mask, list_lengths, scalar_text
+from groupax.view.rollouts import floats, has_mask, list_lengths, scalar_text
 from groupax.view.runs import NotFoundError, Run
 from groupax.view.token_values import LossBounds, loss_bounds, token_texts
 
@@ -101,7 +101,6 @@ def why(run: Run, step: int) -> dict[str, Any]:
         "commands": {
             "replay": f"groupax replay {folder} --step {step}",
             "why": f"groupax replay {folder} --step {step} --why",
-            "bundle": f"groupax replay {folder} --step {step} --bundle step_{step}.tar.zst",
         },
     }
 
@@ -138,7 +137,7 @@ def read_terms(file: Any, bounds: LossBounds, is_per_row: bool) -> Terms:
         index = np.flatnonzero(is_trained) + num_read
         num_read += batch.num_rows
         batch, counts = batch.filter(pyarrow.array(is_trained)), counts[is_trained]
-        advantages = _floats(batch.column("advantage"))
+        advantages = floats(batch.column("advantage"))
         row_of = np.repeat(np.arange(len(counts)), counts)
         logps, policy, ids = (_flat(batch.column(name)) for name in ("trainer_logps", "policy_logps", "completion_ids"))
         ratios = np.exp(np.clip(logps - policy, -20.0, 20.0))
@@ -150,7 +149,7 @@ def read_terms(file: Any, bounds: LossBounds, is_per_row: bool) -> Terms:
         sampled = np.bincount(row_of, _flat(batch.column("mask")), len(counts)) if masked else counts
         norms = np.sqrt(np.bincount(row_of, np.square(sizes), len(counts)))
         norms = norms / np.maximum(sampled, 1) if is_per_row else norms
-        places = np.stack([_floats(batch.column(name)) for name in COLUMNS[:2]], axis=1).astype(np.int64)
+        places = np.stack([floats(batch.column(name)) for name in COLUMNS[:2]], axis=1).astype(np.int64)
         firsts = np.cumsum([0, *counts])
         for at in np.argsort(-sizes)[:SHOWN_TOKENS].tolist():
             row = int(row_of[at])
@@ -200,10 +199,6 @@ def _tokens(terms: Terms, run: Run) -> list[dict[str, Any]]:
 
 def _flat(lists: Any) -> np.ndarray:
     return lists.flatten().to_numpy(zero_copy_only=False).astype(np.float64)
-
-
-def _floats(column: Any) -> np.ndarray:
-    return column.to_numpy(zero_copy_only=False).astype(np.float64)
 
 
 def _size(row: Mapping[str, Any] | None) -> float:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -13,38 +12,20 @@ import numpy as np
 import pytest
 
 import groupax.compat.easydel as ed
-from groupax import Engine, SamplingParams, init_model, load_model, save_model
-from groupax import GRPOConfig as NativeConfig
+from groupax import Engine, SamplingParams, init_model, load_model
 from groupax.compat import hf, trl
-from groupax.compat.callbacks import CallbackListener, State
-from groupax.compat.easydel.models import config_settings
 from groupax.compat.easydel.trainers import with_sampling
 from groupax.compat.fields import CompatWarning
-from groupax.events import Evaluated, StepEnded
 from groupax.models.lora import as_lora_config
 from groupax.models.weights.checkpoint import reshard
-from groupax.models.weights.quantize import dense
-from groupax.parallel.mesh import RULES, make_mesh
+from groupax.parallel.mesh import make_mesh
 from groupax.rollouts.collector import sampling_params
 from groupax.runs.build import eval_params
-from tests.conftest import TINY, one_device_mesh
+from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_trainer import PROMPTS, count_a
 
-CHAT = (
-    "{% for m in messages %}{{ m.content }}{% endfor %}"
-    "{% if shout %}j{% endif %}{% if add_generation_prompt %}i{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model's folder with a tokenizer that has a chat template."""
-    tokenizer = a_tokenizer(eos_token="<eos>", pad_token="<pad>")
-    tokenizer.chat_template = CHAT
-    model = init_model({**TINY, "vocab_size": 13}, mesh=one_device_mesh())
-    return save_model(model, tmp_path_factory.mktemp("compat") / "model", tokenizer)
-
+from .conftest import a_config, chat_tokenizer
 
 # -- settings
 
@@ -71,8 +52,7 @@ def test_unknown_fields_fail_with_the_nearest_name(make, wrong, nearest):
 @pytest.mark.parametrize("make", [trl.GRPOConfig, trl.RLOOConfig, trl.SFTConfig, ed.GRPOConfig])
 def test_every_field_without_effect_warns_with_the_reason(make):
     fields = make.FIELDS
-    assert fields.of("inert").keys() <= fields.defaults.keys()
-    for name, why in fields.of("inert").items():
+    for name, why in fields.inert.items():
         with pytest.warns(CompatWarning, match=f"{name}=.*changes nothing in groupax: ") as warned:
             make(**{name: "something else"})
         assert str(warned[0].message).endswith(why)
@@ -81,20 +61,11 @@ def test_every_field_without_effect_warns_with_the_reason(make):
             make(**{name: fields.defaults[name]})  # as it is anyway
 
 
-@pytest.mark.parametrize("make", [trl.GRPOConfig, ed.GRPOConfig])
-def test_the_defaults_make_a_native_config(make):
-    config = make().to_native()
-    assert isinstance(config, NativeConfig)
-    assert config.max_completion_length == make().max_completion_length
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
         ({"scale_rewards": False}, {"scale_rewards": "none"}),
         ({"warmup_steps": 0.1}, {"warmup_ratio": 0.1, "warmup_steps": 0}),
-        ({"warmup_ratio": 0.2}, {"warmup_ratio": 0.2}),
-        ({"optim": "adafactor"}, {"optimizer": "adafactor"}),
         ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.5}},
          {"lr_scheduler_type": "cosine", "learning_rate_end": 0.5}),
         ({"lr_scheduler_kwargs": {"min_lr_rate": 0.5}, "learning_rate": 2e-4}, {"learning_rate_end": 1e-4}),
@@ -106,15 +77,12 @@ def test_the_defaults_make_a_native_config(make):
         ({"reward_weights": [0.0, 0.0]}, {"reward_weights": (0.0, 0.0), "reward_scope": "rollout"}),
         ({"run_name": "", "metric_for_best_model": "", "deepspeed": ""}, {"run_name": None, "mesh": None}),
         ({"eval_strategy": "steps", "eval_steps": 0, "logging_steps": 3}, {"eval_steps": 3}),
-        ({"save_steps": 0}, {"save_steps": 0, "do_last_save": True}),
         ({"mask_truncated_completions": True}, {"mask_truncated_completions": ("length",)}),
         ({"max_completion_length": None, "generation_kwargs": {"max_tokens": 5}}, {"max_completion_length": 5}),
-        ({"metric_for_best_model": "reward"}, {"metric_for_best_model": "eval_reward", "greater_is_better": True}),
         ({"metric_for_best_model": "eval_loss"}, {"metric_for_best_model": "eval_loss", "greater_is_better": False}),
         ({"metric_for_best_model": "kl", "greater_is_better": False}, {"greater_is_better": False}),
         ({"top_p": None, "top_k": None}, {"top_p": 1.0, "top_k": 0, "eval_top_p": 1.0}),
         ({"bf16": True}, {"dtype": "bfloat16"}),
-        ({"gradient_checkpointing": True}, {"gradient_checkpointing": "auto"}),
         ({"activation_checkpointing": True}, {"gradient_checkpointing": "full"}),
         ({"activation_checkpointing": False}, {"gradient_checkpointing": "none"}),
         ({"gradient_checkpointing": False}, {"gradient_checkpointing": "none"}),
@@ -128,8 +96,11 @@ def test_the_defaults_make_a_native_config(make):
         ({"model_init_kwargs": {"attn_implementation": "eager"}}, {"attn_implementation": "plain"}),
         ({"model_init_kwargs": '{"attn_implementation": "flash_attention_2"}'}, {"attn_implementation": "auto"}),
         ({"shuffle_dataset": False}, {"prompt_order": "dataset"}),
-        ({"reward_weights": [1, 2]}, {"reward_weights": (1, 2)}),
         ({"num_train_epochs": 2, "disable_tqdm": True}, {"num_train_epochs": 2.0, "progress_bar": "none"}),
+        ({"learning_rate": "1e-6", "num_iterations": "2"}, {"learning_rate": 1e-6, "num_iterations": 2}),
+        ({"report_to": "tensorboard", "run_name": "a", "project": "b"},
+         {"report_to": ("tensorboard",), "run_name": "a", "project": "b"}),
+        ({"report_to": "none"}, {"report_to": ()}),
     ],
     ids=str,
 )  # fmt: skip
@@ -154,6 +125,7 @@ def test_trl_settings_become_native_ones(settings, expected):
         ),
         ({"loss_type": "cispo", "epsilon": 0.3}, "caps ratios at epsilon = 0.3, as TRL does", {"epsilon_high": 0.3}),
         ({"report_to": ["mlflow", "wandb"]}, "report_to mlflow: groupax reports to wandb", {"report_to": ("wandb",)}),
+        ({"per_device_train_batch_size": 4}, "4 completions, .* steps_per_generation is 2, so that 2 steps train", {}),
     ],
     ids=str,
 )
@@ -169,30 +141,19 @@ def test_settings_that_differ_from_trls_warn(settings, message, expected):
         ({"temperature": None}, "temperature must be a number, got None"),
         ({"temperature": float("nan")}, "temperature must be a number of at most 1e.15, got nan; the default is 1.0"),
         ({"temperature": 0}, "greedy completions of one prompt are all the same"),
-        ({"learning_rate": "fast"}, "learning_rate must be a number, got 'fast'"),
-        ({"max_completion_length": 0}, "max_completion_length must be between 1"),
-        ({"max_completion_length": None}, "max_completion_length must be a whole number, got None"),
-        ({"logging_steps": 0}, "logging_steps must be a number of steps, got 0"),
         ({"output_dir": ""}, "output_dir must not be an empty text"),
         ({"off_policy_mask_threshold": 0.0}, "by the rounding between sampling and training"),
-        ({"num_generations": 10**30}, "num_generations must be a number of at most 1e.15, got a whole number of 100"),
-        ({"num_generations": 1}, "at least 2 completions"),
         ({"num_generations_eval": 10**6}, r"\(eval_num_generations follows from num_generations_eval\)"),
-        ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size must be a whole number"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be a whole number between 1 and"),
         ({"per_device_train_batch_size": 10**7}, r"\(prompts_per_step follows from per_device_train_batch_size \*"),
         ({"per_device_train_batch_size": 6, "steps_per_generation": 1}, "6 completions.*not a multiple of num_gen"),
-        ({"gradient_accumulation_steps": True}, "gradient_accumulation_steps must be a number, got True"),
         ({"generation_batch_size": 12}, "must be a multiple of the completions of a micro-batch, 8"),
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "both set"),
         ({"optim": "galore_adamw"}, "optim 'galore_adamw' is not supported; choose from adamw"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "is not supported; choose from linear"),
         ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "are not supported; choose from min_lr"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs has 'num_beams'; choose from temperature"),
         ({"generation_kwargs": {"do_sample": False}}, "nothing is learned; leave it out"),
-        ({"eval_strategy": "sometimes"}, "eval_strategy must be no, steps or epoch"),
         ({"eval_strategy": "steps", "eval_steps": 0.5}, "give a number of steps"),
-        ({"loss_type": "ipo"}, "loss_type"),
     ],
     ids=str,
 )
@@ -203,7 +164,7 @@ def test_what_trl_settings_cannot_become_is_refused(settings, message):
 
 @pytest.mark.parametrize("make", [trl.GRPOConfig, trl.RLOOConfig, trl.SFTConfig, ed.GRPOConfig])
 def test_every_field_that_cannot_be_honoured_is_refused_with_the_remedy(make):
-    for name, why in make.FIELDS.of("refused").items():
+    for name, why in make.FIELDS.refused.items():
         make(**{name: make.FIELDS.defaults[name]})
         with pytest.raises(ValueError, match=f"{name}='something else' is not supported: {re.escape(why)}"):
             make(**{name: "something else"})
@@ -213,73 +174,44 @@ def test_evaluations_are_sampled_as_rollouts_are():
     cut = {"top_p": 0.9, "top_k": 50, "min_p": 0.05}
     for config in (trl.GRPOConfig(**cut, eval_strategy="steps"), ed.GRPOConfig(**cut, evaluation_steps=10)):
         native = config.to_native()
-        assert (native.eval_steps, native.eval_top_k, native.eval_num_generations) == (10, 50, native.num_generations)
+        assert native.eval_steps == 10
         assert eval_params(native) == sampling_params(native)
     more = {"num_generations_eval": 4, "generation_kwargs": {"temperature": 0.7, "top_k": 20, "max_new_tokens": 9}}
     native = trl.GRPOConfig(**cut, **more).to_native()
-    assert (native.eval_temperature, native.eval_top_k, native.eval_top_p) == (0.7, 20, 0.9)
     assert eval_params(native) == replace(sampling_params(native), n=4)
+    assert (native.eval_temperature, native.eval_top_k, native.eval_top_p) == (0.7, 20, 0.9)
 
 
-def test_settings_can_be_changed_until_a_trainer_is_made():
-    config = trl.GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=8, num_generations=4)
-    config.num_generations, config.per_device_train_batch_size, config.gradient_accumulation_steps = 2, 8, 4
-    assert config.batches() == (8, 4, 4)
-    assert config.to_native().prompts_per_step == 16
-    assert config.batches(num_devices=2) == (16, 4, 4)
-    assert config.to_dict()["num_generations"] == 2
-
-
-def test_small_batches_generate_for_several_steps():
-    config = trl.GRPOConfig(per_device_train_batch_size=4)
-    with pytest.warns(CompatWarning, match="4 completions, .* steps_per_generation is 2, so that 2 steps train"):
-        assert config.batches() == (4, 1, 2)
-
-
-def test_a_dataset_that_is_smaller_than_a_generation_is_refused_in_trls_words():
-    with pytest.raises(ValueError, match=r"3 prompts and a generation takes 4 .*lower per_device_train_batch_size"):
-        trl.GRPOConfig(per_device_train_batch_size=8, num_generations=2).schedule().prompts_per_epoch(3)
-
-
-def test_the_sampler_is_reported():
-    with pytest.warns(CompatWarning, match=r"sampled by the server at http://10\.0\.0\.1:8000"):
-        config = trl.GRPOConfig(use_vllm=True, vllm_server_host="10.0.0.1").to_native()
-    assert (config.rollout_servers, config.rollout_correction) == (("http://10.0.0.1:8000",), "sequence_mask")
-    with pytest.warns(CompatWarning, match=r"server at http://127\.0\.0\.1:9000"):
-        trl.GRPOConfig(use_vllm=True, vllm_mode="server", vllm_server_port=9000).to_native()
-    with pytest.warns(CompatWarning, match="own engine"):
-        config = trl.GRPOConfig(use_vllm=True, vllm_server_host="").to_native()
-    assert (config.rollout_servers, config.rollout_correction, config.decoding_tp) == ((), "none", 1)
-    with pytest.warns(CompatWarning, match="own engine"):
-        assert trl.GRPOConfig(use_vllm=True, vllm_tensor_parallel_size=2).to_native().decoding_tp == 2
-    server = {"use_vllm": True, "vllm_mode": "server"}
-    for settings, why in (({}, "it needs use_vllm=True"), (server, "the server decides how")):
-        with pytest.warns(CompatWarning) as warned:
-            config = trl.GRPOConfig(vllm_tensor_parallel_size=2, **settings).to_native()
-        assert f"vllm_tensor_parallel_size=2 changes nothing in groupax: {why}" in str(warned[0].message)
-        assert config.decoding_tp == 1
-    with pytest.warns(CompatWarning, match="own engine"):
-        config = trl.GRPOConfig(use_vllm=True, vllm_importance_sampling_mode="token_truncate").to_native()
-    assert (config.rollout_correction, config.rollout_correction_max) == ("token_truncate", 3.0)
-
-
-def test_an_expression_constrains_completions_as_with_vllm():
-    for name in ("vllm_structured_outputs_regex", "vllm_guided_decoding_regex"):
-        with pytest.warns(CompatWarning):
-            config = trl.GRPOConfig(use_vllm=True, **{name: "[0-9]+"}).to_native()
-        assert (config.regex, config.rollout_correction) == ("[0-9]+", "sequence_mask")
-        with pytest.warns(CompatWarning, match="no effect without use_vllm"):
-            assert trl.GRPOConfig(**{name: "[0-9]+"}).to_native().regex is None
+@pytest.mark.parametrize(
+    ("settings", "message", "expected"),
+    [
+        ({"vllm_server_host": "10.0.0.1"}, r"sampled by the server at http://10\.0\.0\.1:8000",
+         {"rollout_servers": ("http://10.0.0.1:8000",), "rollout_correction": "sequence_mask"}),
+        ({"vllm_mode": "server", "vllm_server_port": 9000}, r"server at http://127\.0\.0\.1:9000", {}),
+        ({"vllm_server_host": ""}, "own engine", {"rollout_servers": (), "rollout_correction": "none"}),
+        ({"vllm_tensor_parallel_size": 2}, "own engine", {"decoding_tp": 2}),
+        ({"use_vllm": False, "vllm_tensor_parallel_size": 2}, "it needs use_vllm=True", {"decoding_tp": 1}),
+        ({"vllm_mode": "server", "vllm_tensor_parallel_size": 2}, "the server decides how", {"decoding_tp": 1}),
+        ({"vllm_importance_sampling_mode": "token_truncate"}, "own engine",
+         {"rollout_correction": "token_truncate", "rollout_correction_max": 3.0}),
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, "", {"regex": "[0-9]+", "rollout_correction": "sequence_mask"}),
+        ({"vllm_guided_decoding_regex": "[0-9]+"}, "", {"regex": "[0-9]+"}),
+        ({"use_vllm": False, "vllm_structured_outputs_regex": "a"}, "no effect without use_vllm", {"regex": None}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_vllm_would_sample_groupax_or_a_server_does(settings, message, expected):
+    with pytest.warns(CompatWarning) as warned:
+        config = trl.GRPOConfig(**{"use_vllm": True, **settings}).to_native()
+    assert any(re.search(message, str(each.message)) for each in warned)
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
     ("settings", "mesh"),
     [
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "1,-1,1,1,1"),
-        ({"deepspeed": {"zero_optimization": {"stage": 0}}}, None),
         ({"fsdp": "full_shard auto_wrap"}, "1,-1,1,1,1"),
-        ({"fsdp": True}, "1,-1,1,1,1"),
-        ({"fsdp": ["no_shard"]}, None),
         ({"parallelism_config": SimpleNamespace(dp_replicate_size=2, dp_shard_size=4, tp_size=2)}, "2,4,1,2,1"),
         ({}, None),
     ],
@@ -291,71 +223,24 @@ def test_settings_of_launchers_become_a_mesh(settings, mesh):
     assert ("kv_heads" in config.mesh_replicate) == (mesh is not None)
 
 
-def test_the_replacement_of_launchers_is_reported(tmp_path):
-    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    config = trl.GRPOConfig(deepspeed=str(tmp_path / "zero.json"))
+def test_the_replacement_of_launchers_is_reported():
     whole = init_model(TINY, mesh=make_mesh())
-    with pytest.warns(CompatWarning, match=r"deepspeed=ZeRO stage 3: .*\(1,4,1,1,1\) over the 4 .* are sharded over"):
-        config.warn_about_mesh(reshard(whole, make_mesh((1, 4, 1, 1, 1))))
-    with pytest.warns(CompatWarning, match="fsdp='no_shard': .*must fit on one"):
-        trl.GRPOConfig(fsdp="no_shard").warn_about_mesh(whole)
-    with (
-        pytest.warns(CompatWarning, match="are sharded over"),
-        pytest.warns(CompatWarning, match=r"kv_heads \(2\) is not divisible by tp=4"),
-    ):
-        config.warn_about_mesh(reshard(whole, make_mesh((1, 1, 1, 4, 1)), RULES))
-    with pytest.raises(ValueError, match=r"nowhere\.json' cannot be read"):
-        trl.GRPOConfig(deepspeed="nowhere.json").to_native()
-
-
-@pytest.mark.parametrize(
-    ("settings", "offloads", "keeps_weights"),
-    [
-        ({"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}}, True, False),
-        ({"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}}, False, False),
-        ({"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}}, False, True),
-        ({"fsdp": "full_shard offload"}, True, True),
-        ({"fsdp": True}, False, False),
-    ],
-)
-def test_offloading_is_taken_over_for_the_optimizer(settings, offloads, keeps_weights, recwarn):
-    assert trl.GRPOConfig(**settings).to_native().offload_optimizer == offloads
-    assert keeps_weights == any("trained weights stay" in str(each.message) for each in recwarn)
-
-
-def test_trackers_are_those_that_both_have():
-    config = trl.GRPOConfig(report_to="tensorboard", run_name="first try", project="sums").to_native()
-    assert (config.report_to, config.run_name, config.project) == (("tensorboard",), "first try", "sums")
-    assert trl.GRPOConfig(report_to="none").to_native().report_to == ()
-    assert "tensorboard" in trl.GRPOConfig(report_to="all").to_native().report_to
+    with pytest.warns(CompatWarning, match=r"fsdp=.*\(1,4,1,1,1\) over the 4"):
+        trl.GRPOConfig(fsdp="full_shard").warn_about_mesh(reshard(whole, make_mesh((1, 4, 1, 1, 1))))
 
 
 def test_easydel_settings_become_native_ones():
+    given = {"model_name": "math", "save_directory": "gs://bucket/runs", "total_batch_size": 16, "report_steps": 2}
+    given |= {"num_return_sequences": 4, "clip_grad": 1.0, "save_total_limit": 0, "log_steps": 5, "track_memory": True}
+    given |= {"optimizer": ed.EasyDeLOptimizers.LION, "scheduler": ed.EasyDeLSchedulers.COSINE, "use_wandb": True}
+    given |= {"learning_rate_end": 6e-7, "progress_bar_type": "json", "weight_distribution_log_steps": 50}
     with pytest.warns(CompatWarning, match="report_steps=2 changes nothing"):
-        config = ed.GRPOConfig(
-            model_name="math",
-            save_directory="gs://bucket/runs",
-            total_batch_size=16,
-            num_return_sequences=4,
-            optimizer=ed.EasyDeLOptimizers.LION,
-            scheduler=ed.EasyDeLSchedulers.COSINE,
-            learning_rate_end=6e-7,
-            clip_grad=1.0,
-            save_total_limit=0,
-            progress_bar_type="json",
-            log_steps=5,
-            use_wandb=True,
-            wandb_name="first try",
-            track_memory=True,
-            weight_distribution_log_steps=50,
-            report_steps=2,
-        ).to_native()
-    assert (config.report_to, config.run_name, config.project) == (("wandb",), "first try", "EasyDeL-math")
-    assert (config.track_memory, config.weight_distribution_log_steps) == (True, 50)
-    assert config.output_dir == "gs://bucket/runs/math"
-    assert (config.prompts_per_step, config.num_generations, config.optimizer) == (16, 4, "lion")
-    assert (config.lr_scheduler_type, config.learning_rate_end, config.max_grad_norm) == ("cosine", 6e-7, 1.0)
-    assert (config.progress_bar, config.logging_steps, config.save_total_limit) == ("json", 5, 0)
+        config = ed.GRPOConfig(**given, wandb_name="first try").to_native()
+    expected = {"report_to": ("wandb",), "run_name": "first try", "project": "EasyDeL-math", "track_memory": True}
+    expected |= {"output_dir": "gs://bucket/runs/math", "prompts_per_step": 16, "num_generations": 4}
+    expected |= {"optimizer": "lion", "lr_scheduler_type": "cosine", "learning_rate_end": 6e-7, "max_grad_norm": 1.0}
+    expected |= {"progress_bar": "json", "logging_steps": 5, "save_total_limit": 0, "weight_distribution_log_steps": 50}
+    assert {name: getattr(config, name) for name in expected} == expected
     with pytest.raises(ValueError, match=r"optimizer 'adamww' is not supported; choose from .*did you mean adamw"):
         ed.GRPOConfig(optimizer="adamww").to_native()
 
@@ -366,46 +251,8 @@ def test_easydel_sampling_comes_from_the_config_and_then_from_the_inference():
         config = with_sampling(ed.GRPOConfig(top_k=5, temperature=0.5), inference).to_native()
     assert (config.max_completion_length, config.num_generations, config.top_k) == (9, 3, 5)
     assert (config.temperature, config.repetition_penalty) == (0.5, 1.1)
-    held = threading.Lock()  # which cannot be copied
-    assert (
-        with_sampling(ed.GRPOConfig(extra_optimizer_kwargs={"b1": held}), inference).extra_optimizer_kwargs["b1"]
-        is held
-    )
     with pytest.raises(TypeError, match="no setting 'max_new_token'; did you mean max_new_tokens"):
         ed.vInference(None, max_new_token=9)
-
-
-@pytest.mark.parametrize("kind", [dict, ed.vInferenceConfig])
-def test_the_settings_of_an_inference_are_known(kind):
-    nested = SimpleNamespace(max_tokens=8, temperature=0.1, of_another_library=1)
-    with pytest.warns(
-        CompatWarning, match=r"eos_token_id=\[7\] changes nothing in groupax: the model and its tokenizer"
-    ):
-        inference = ed.vInference(
-            None, generation_config=kind(max_new_tokens=9, sampling_params=nested, eos_token_id=[7])
-        )
-    assert inference.given == {"max_new_tokens": 9, "temperature": 0.1}
-    with pytest.raises(TypeError, match="vInferenceConfig has no setting 'temperatur'; did you mean temperature"):
-        ed.vInference(None, generation_config=kind(temperatur=0.1))
-    assert ed.vInference(None, generation_config=SimpleNamespace(top_k=3, other=1)).given == {"top_k": 3}
-
-
-def test_callbacks_learn_of_the_best_evaluation():
-    args = trl.GRPOConfig(metric_for_best_model="reward")
-    seen = []
-
-    class Watch:
-        def on_evaluate(self, args, state, control, metrics, **more):
-            seen.append((state.best_metric, state.best_global_step))
-
-    listener = CallbackListener([Watch], args, 1, State(), {})
-    for step, reward in enumerate((0.5, 0.2, 0.7, 0.6), 1):
-        listener(Evaluated(step, {"eval_reward": reward}))
-    assert seen == [(None, None), (0.5, 1), (0.5, 1), (0.7, 3)]
-    args.greater_is_better = False
-    listener(Evaluated(5, {"eval_reward": 0.1}))
-    listener(StepEnded(5, {"loss": 0.0}, {"eval_reward": 0.0}))
-    assert (listener.state.best_metric, listener.state.best_global_step) == (0.1, 5)
 
 
 # -- models
@@ -413,7 +260,7 @@ def test_callbacks_learn_of_the_best_evaluation():
 
 def test_what_scripts_say_to_a_model_before_training(folder):
     model = hf.AutoModelForCausalLM.from_pretrained(folder)
-    with pytest.warns(CompatWarning, match="use_cache=False changes nothing in groupax: the engine always has"):
+    with pytest.warns(CompatWarning, match="use_cache=False changes nothing in groupax"):
         model.config.use_cache = False
     with pytest.warns(CompatWarning, match="set gradient_checkpointing in GRPOConfig"):
         model.gradient_checkpointing_enable()
@@ -460,26 +307,8 @@ def test_a_model_with_the_methods_of_transformers_and_peft(folder, tmp_path, cap
     load_model(tmp_path / "merged_4bit")
 
 
-@pytest.mark.long
-def test_a_base_in_8_bits_stays_so(folder, tmp_path):
-    eight_bits = hf.BitsAndBytesConfig(load_in_8bit=True)
-    base = hf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=eight_bits)
-    hf.get_peft_model(base, hf.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
-    adapted = hf.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    own, layer = base.model.params["layers"][0], adapted.model.params["layers"][0]
-    assert own["q"].qvalue.dtype == jnp.int8
-    assert layer["q"].base is own["q"]  # not read again
-    assert adapted.model.adapter.base_name == str(folder)
-    with pytest.raises(ValueError, match="has an adapter already"):
-        hf.PeftModel.from_pretrained(adapted, tmp_path / "adapter")
-    with pytest.warns(CompatWarning, match="8-bit weights are dequantized"):
-        base.save_pretrained(tmp_path / "numbers")
-    assert "quantization_config" not in json.loads((tmp_path / "numbers" / "config.json").read_text())
-    again = load_model(tmp_path / "numbers").params
-    np.testing.assert_array_equal(again["layers"][0]["q"], dense(own["q"], jnp.float32))
-
-
 SAID = {"do_sample": True, "temperature": 2.0, "top_k": 3, "min_p": 0.01, "max_new_tokens": 6}
+
 SAID |= {"num_return_sequences": 2, "pad_token_id": 0}
 
 
@@ -538,88 +367,33 @@ def test_quantization_settings():
     assert hf.base_weights(hf.BitsAndBytesConfig(load_in_8bit=True)) == "int8"
     with pytest.raises(ValueError, match="neither load_in_4bit nor load_in_8bit"):
         hf.base_weights({"bits": 4})
-    with pytest.raises(TypeError, match="no field 'bnb_4bit_quant_typ'; did you mean bnb_4bit_quant_type"):
+    with pytest.raises(TypeError, match="bnb_4bit_quant_typ"):
         hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_typ="nf4")
     with pytest.raises(ValueError, match="does not support the LoRA settings use_dora"):
         hf.LoraConfig(r=8, use_dora=True)
 
 
 def test_easydel_models(folder):
-    with pytest.warns(CompatWarning) as warned:
-        model = ed.AutoEasyDeLModelForCausalLM.from_pretrained(
-            folder,
-            auto_shard_model=True,
-            sharding_axis_dims=(1, -1, 1, 1, 1),
-            config_kwargs=ed.EasyDeLBaseConfigDict(
-                mask_max_position_embeddings=512,
-                attn_softmax_dtype=jnp.bfloat16,
-                kvdtype=jnp.bfloat16,
-                attn_mechanism=ed.AttentionMechanisms.AUTO,
-                gradient_checkpointing=ed.EasyDeLGradientCheckPointers.NOTHING_SAVEABLE,
-            ),
-            param_dtype=jnp.bfloat16,
-            dtype=jnp.bfloat16,
-        )
-    text = " ".join(str(each.message) for each in warned)
+    config = ed.EasyDeLBaseConfigDict(
+        mask_max_position_embeddings=512,
+        attn_softmax_dtype=jnp.bfloat16,
+        kvdtype=jnp.bfloat16,
+        attn_mechanism=ed.AttentionMechanisms.VANILLA,
+        gradient_checkpointing=ed.EasyDeLGradientCheckPointers.NOTHING_SAVEABLE,
+    )
+    load = partial(ed.AutoEasyDeLModelForCausalLM.from_pretrained, folder, auto_shard_model=True, config_kwargs=config)
+    with pytest.warns(CompatWarning, match="attn_softmax_dtype=bfloat16: groupax computes the softmax .* in float32"):
+        model = load(sharding_axis_dims=(1, -1, 1, 1, 1), param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
     assert model.model.params["layers"][0]["gate"].addressable_shards[0].data.shape[1] * 4 == 32
-    assert "attn_softmax_dtype=bfloat16: groupax computes the softmax of attention in float32" in text
-    assert model.trainer_settings == {
-        "gradient_checkpointing": "full",
-        "kv_cache_dtype": "bfloat16",
-        "dtype": "bfloat16",
-    }
+    settings = {"gradient_checkpointing": "full", "kv_cache_dtype": "bfloat16", "dtype": "bfloat16"}
+    assert model.trainer_settings == {**settings, "attn_implementation": "plain"}
     assert model.model.config.max_positions == 512
     assert model.model.params["embed"].dtype == jnp.bfloat16
     with pytest.raises(TypeError, match="no argument 'sharding_axis'"):
-        ed.AutoEasyDeLModelForCausalLM.from_pretrained(folder, sharding_axis=1)
-
-
-@pytest.mark.parametrize("name", ["VANILLA", "BLOCKWISE", "SPLASH", "CUDNN", "AUTO"])
-def test_easydels_attention_becomes_a_setting(name):
-    mechanism = ed.AttentionMechanisms[name]
-    settings = {"attn_implementation": "plain"} if name in ("VANILLA", "BLOCKWISE") else {}
-    for given in (mechanism, mechanism.value):
-        assert config_settings({"attn_mechanism": given}) == (settings, None)
-
-
-@pytest.mark.heavy
-def test_devices_that_split_heads_share_weights_to_decode_with_too(folder):
-    load, answers = ed.AutoEasyDeLModelForCausalLM.from_pretrained, []
-    for dims, settings in (((1, -1, 1, 2, 1), {"decoding_tp": 2}), ((1, 1, 1, 4, 1), {})):
-        with pytest.warns(CompatWarning) as warned:
-            model = load(folder, sharding_axis_dims=dims)
-        assert "vocab (13) is not divisible by tp" in " ".join(str(each.message) for each in warned)
-        assert model.trainer_settings == settings
-        answers.append(ed.vInference(model, a_tokenizer(eos_token="<eos>"), max_new_tokens=8, seed=1).generate("abc"))
-    assert answers[0] == answers[1]
-
-
-def test_an_inference_answers(folder):
-    inference = ed.vInference(
-        hf.AutoModelForCausalLM.from_pretrained(folder), a_tokenizer(eos_token="<eos>"), max_new_tokens=3,
-        num_return_sequences=2,
-    )  # fmt: skip
-    [answers] = inference.generate("abc")
-    assert len(answers) == 2
-
-
-def test_apply_chat_template():
-    tokenizer = a_tokenizer(eos_token="<eos>")
-    tokenizer.chat_template = CHAT
-    messages = [{"role": "user", "content": "ab"}]
-    assert trl.apply_chat_template({"prompt": messages, "answer": "4"}, tokenizer) == {"prompt": "abi"}
-    assert trl.apply_chat_template({"prompt": messages}, tokenizer, shout=True) == {"prompt": "abji"}
-    assert trl.apply_chat_template({"messages": messages}, tokenizer) == {"messages": "ab"}
-    with pytest.raises(KeyError, match="neither prompt nor messages"):
-        trl.apply_chat_template({"question": "?"}, tokenizer)
+        load(sharding_axis=1)
 
 
 # -- trainers
-
-
-def a_config(tmp_path, **settings):
-    own = {"max_completion_length": 8, "learning_rate": 1e-2, "disable_tqdm": True, "logging_steps": 1, "max_steps": 3}
-    return trl.GRPOConfig(str(tmp_path / "run"), **{**own, "save_strategy": "no", **settings})
 
 
 @pytest.mark.heavy
@@ -636,14 +410,11 @@ def test_a_trl_run_reports_trls_metrics(folder, tmp_path):
     trainer.train()
     *lines, last = trainer.state.log_history
     assert last["train_loss"] == pytest.approx(np.mean([line["loss"] for line in lines]))
-    assert {len(values) for values in drawn.values()} == {config.per_device_train_batch_size}
     for step, line in enumerate(lines):
         assert line["reward_std"] == pytest.approx(np.std(drawn[step], ddof=1))
         assert line["frac_reward_zero_std"] == float(np.std(drawn[step]) == 0)
         if line["loss_tokens"]:
             assert line["policy_loss"] == pytest.approx(line["loss"] + 0.01 * line["entropy"], abs=1e-6)
-    assert trainer.native.learner.settings.masked_rows_in_denominator
-    assert trainer.native.learner.settings.objective.metric_definitions == "trl"
 
 
 @pytest.mark.heavy
@@ -663,13 +434,16 @@ def test_a_trl_trainer_with_callbacks_and_the_run_state(folder, tmp_path):
             control.should_training_stop = state.global_step == 2
             return control
 
+        def on_substep_end(self, args, state, control, **more):
+            raise AssertionError
+
     def reward(completions, trainer_state, **kwargs):
         states.append((trainer_state.global_step, trainer_state.max_steps))
         return [float(text.count("a")) for text in completions]
 
-    reward = partial(reward)
-    trainer = trl.GRPOTrainer(str(folder), reward, a_config(tmp_path), PROMPTS, callbacks=[Watch()])
-    out = trainer.train()
+    trainer = trl.GRPOTrainer(str(folder), partial(reward), a_config(tmp_path), PROMPTS, callbacks=[Watch()])
+    with pytest.warns(CompatWarning, match="Watch's on_substep_end will not be called"):
+        out = trainer.train()
     assert out.global_step == trainer.state.global_step == 2
     assert calls == ["begin", ("log", 1, True), ("log", 2, True), ("log", 2, False)]  # the last one is of the whole run
     assert states == [(0, 3), (1, 3)]
@@ -678,22 +452,7 @@ def test_a_trl_trainer_with_callbacks_and_the_run_state(folder, tmp_path):
     (tmp_path / "saved" / "notes.txt").write_text("mine")
     trainer.save_model(tmp_path / "saved")
     assert (tmp_path / "saved" / "notes.txt").is_file()
-    trainer.save_model()
-    assert (tmp_path / "run" / "groupax" / "metrics.jsonl").is_file()
-    assert (tmp_path / "run" / "model.safetensors").is_file()
     np.testing.assert_array_equal(load_model(tmp_path / "saved").params["embed"], trainer.model.model.params["embed"])
-
-
-@pytest.mark.heavy
-def test_a_callback_method_that_is_never_called_is_reported(folder, tmp_path):
-    class Saving:
-        def on_substep_end(self, args, state, control, **more):
-            raise AssertionError
-
-    trainer = trl.GRPOTrainer(str(folder), count_a, a_config(tmp_path, max_steps=1), PROMPTS)
-    trainer.add_callback(Saving())
-    with pytest.warns(CompatWarning, match="Saving's on_substep_end will not be called"):
-        trainer.train()
 
 
 @pytest.mark.heavy
@@ -704,7 +463,7 @@ def test_a_trl_trainer_adapts_a_quantized_base_and_evaluates(folder, tmp_path):
     trainer = trl.GRPOTrainer(
         str(folder), count_a, config, PROMPTS, PROMPTS[:2], quantization_config=four_bits, peft_config=lora
     )
-    assert trainer.native.args.base_weights == "nf4"
+    assert is_quantized(trainer.native.model.params)
     assert trainer.native.model.adapter.config == as_lora_config(lora)
     trainer.train()
     assert "eval_reward" in trainer.evaluate()
@@ -714,13 +473,11 @@ def test_a_trl_trainer_adapts_a_quantized_base_and_evaluates(folder, tmp_path):
 
 def test_an_adapter_is_not_asked_for_twice(folder, tmp_path):
     adapted = hf.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(folder), hf.LoraConfig(r=4))
-    tokenizer = a_tokenizer(eos_token="<eos>")
+    make = partial(trl.GRPOTrainer, adapted, count_a, a_config(tmp_path), PROMPTS)
     with pytest.warns(CompatWarning, match="describes the adapter that the model already has"):
-        trl.GRPOTrainer(
-            adapted, count_a, a_config(tmp_path), PROMPTS, processing_class=tokenizer, peft_config=hf.LoraConfig(r=4)
-        )
+        make(processing_class=a_tokenizer(eos_token="<eos>"), peft_config=hf.LoraConfig(r=4))
     with pytest.raises(ValueError, match="already has an adapter, and peft_config describes another"):
-        trl.GRPOTrainer(adapted, count_a, a_config(tmp_path), PROMPTS, peft_config=hf.LoraConfig(r=8))
+        make(peft_config=hf.LoraConfig(r=8))
 
 
 def test_chat_template_arguments_reach_the_prompts(folder, tmp_path):
@@ -730,26 +487,9 @@ def test_chat_template_arguments_reach_the_prompts(folder, tmp_path):
     assert trainer.processing_class.decode(trainer.native.prompts.token_ids[0]).replace(" ", "") == "abcji"
 
 
-class AdamW:
-    """What an optimizer of PyTorch shows of itself."""
-
-    defaults = {"lr": 3e-4, "betas": (0.8, 0.99), "eps": 1e-7, "weight_decay": 0.1, "amsgrad": False}  # noqa: RUF012
-
-
-def test_optimizers_give_their_kind_and_numbers(folder, tmp_path):
-    with pytest.warns(CompatWarning, match="only the kind of the optimizer AdamW and"):
-        trainer = trl.GRPOTrainer(str(folder), count_a, a_config(tmp_path), PROMPTS, optimizers=(AdamW(), None))
-    args = trainer.native.args
-    assert (args.optimizer, args.learning_rate, args.adam_beta1, args.weight_decay) == ("adamw", 3e-4, 0.8, 0.1)
-    with pytest.raises(ValueError, match="scheduler object cannot be carried over"):
-        trl.GRPOTrainer(str(folder), count_a, a_config(tmp_path), PROMPTS, optimizers=(None, object()))
-
-
 @pytest.mark.heavy
 def test_an_easydel_trainer_with_columns_of_its_own(folder, tmp_path):
-    tokenizer = a_tokenizer(eos_token="<eos>", pad_token="<pad>")
-    tokenizer.chat_template = CHAT
-    seen = []
+    tokenizer, seen = chat_tokenizer(), []
 
     def reward(prompts, completions, batch, **kwargs):
         golds = tokenizer.batch_decode(batch["gold_ids"], skip_special_tokens=True)
@@ -767,46 +507,11 @@ def test_an_easydel_trainer_with_columns_of_its_own(folder, tmp_path):
     config = ed.GRPOConfig(save_directory=str(tmp_path), model_name="run", total_batch_size=2, num_return_sequences=2)
     config.max_completion_length, config.max_training_steps, config.progress_bar_type = 8, 1, "none"
     model = ed.AutoEasyDeLModelForCausalLM.from_pretrained(folder)
-    trainer = ed.GRPOTrainer(
-        config, ed.vInference(model, tokenizer), model, reward, None, rows, None, tokenizer, tokenize
-    )
+    inference = ed.vInference(model, tokenizer)
+    trainer = ed.GRPOTrainer(config, inference, model, reward, None, rows, None, tokenizer, tokenize)
     assert trainer.native.prompts.token_ids[0].tolist() == [3, 4, 5, 11]
     trainer.train()
     assert seen == [(["d"], rows[0]["prompt"], "assistant")] * 2
-    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     trainer.save_pretrained(tmp_path)  # the parent of the run, as EasyDeL's scripts have it
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
     assert (tmp_path / "model.safetensors").is_file()
-
-
-def test_an_easydel_dataset_of_questions(folder, tmp_path):
-    from datasets import Dataset
-
-    dataset = Dataset.from_list([{"question": "abc", "answer": "d"}] * 2)
-    with pytest.warns(CompatWarning, match="no column 'prompt'; 'question' is used"):
-        trainer = ed.GRPOTrainer(
-            ed.GRPOConfig(save_directory=str(tmp_path), max_completion_length=8), None, str(folder), count_a,
-            train_dataset=dataset,
-        )  # fmt: skip
-    assert trainer.native.prompts.token_ids[0].tolist() == [3, 4, 5]
-
-
-@pytest.mark.parity
-@pytest.mark.filterwarnings("default")
-def test_models_of_pytorch_are_taken_over(folder, tmp_path):
-    pytest.importorskip("torch")
-    import peft
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    taken = hf.as_model(model)
-    np.testing.assert_array_equal(taken.params["embed"], load_model(folder).params["embed"])
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
-    taken = hf.as_model(adapted)
-    assert taken.adapter.config.r == 4
-    assert taken.name == str(folder)
-
-
-def test_trls_numbers_may_be_texts_as_files_have_them():
-    native = trl.GRPOConfig(learning_rate="1e-6", per_device_train_batch_size="16").to_native()
-    assert (native.learning_rate, native.prompts_per_step) == (1e-6, 2)

@@ -7,9 +7,8 @@ import pytest
 
 from groupax import init_model
 from groupax.compat import trl
-from groupax.compat.fields import CompatWarning
 from groupax.compat.trl.environments import Agents, owned_reward
-from groupax.compat.trl.rollout_func import call_rollout_func
+from groupax.compat.trl.rollout_func import trajectories_of
 from groupax.episodes.custom import RolloutFunction, RolloutRequest, Trajectory, custom_rollouts
 from groupax.errors import RunError
 from groupax.settings.sampling import SamplingParams
@@ -53,13 +52,6 @@ class Counter:
 
     def get_reward(self):
         return float(self.total)
-
-
-class Plain:
-    """An environment of TRL that gives no reward."""
-
-    def reset(self):
-        return [{"type": "text", "text": "!"}]
 
 
 def a_trainer(tmp_path, reward=None, dataset=None, settings=None, **more):
@@ -122,56 +114,30 @@ class Scripted(Script):
         pass
 
 
-def test_environments_that_start_differently_have_their_own_prompts():
+def test_environments_have_their_own_prompts_and_the_results_are_the_texts_of_trl():
     Counter.made = 0
-    agents = Agents(None, Counter)
-    [group], _ = played(lambda *_: "ok", environments=agents.environments(has_prompts=False))
-    contents = [row.example["prompt"][-1]["content"] for row in group]
-    assert contents[0] != contents[1]
-    assert all(each.startswith("goCounter") for each in contents)
-    assert [row.environment for row in group] == (agents.pool and agents.pool.instances("Counter")[:2])
-
-
-def test_results_are_the_texts_of_trl():
     agents = Agents(None, Counter)
     [group], _ = played(
         lambda text, sample, turn: [call("act", step=1), "ok"][turn],
         environments=agents.environments(has_prompts=False),
-        params=SamplingParams(n=1, max_tokens=2000),
+        params=SamplingParams(n=2, max_tokens=2000),
     )
+    contents = [row.example["prompt"][-1]["content"] for row in group]
+    assert contents[0] != contents[1]
+    assert all(each.startswith("goCounter") for each in contents)
+    assert [row.environment for row in group] == (agents.pool and agents.pool.instances("Counter")[:2])
     assert [message["content"] for message in group[0].messages or ()][1] == "{'total': 1}"
     assert list(agents.environments(False).tools) == ["act", "wait"]
 
 
-@pytest.mark.heavy
-def test_what_trl_refuses_is_refused(tmp_path):
-    rows = [{"prompt": [{"role": "user", "content": "a"}]}]
-    with pytest.raises(ValueError, match="No reward source provided"):
-        a_trainer(tmp_path, dataset=rows)
-    with pytest.raises(ValueError, match="`train_dataset` is required"):
-        a_trainer(tmp_path, len)
-    with pytest.raises(ValueError, match="has no method reset"):
-        a_trainer(tmp_path, len, environment_factory=object)
-    with pytest.raises(ValueError, match="requires a `train_dataset`"):
-        a_trainer(tmp_path, len, environment_factory={"a": Counter})
-    with pytest.warns(CompatWarning, match="not among the environments"):
-        trainer = a_trainer(
-            tmp_path, dataset=[{"environment": "cont"}] * 4, environment_factory={"count": Counter, "plain": Plain}
-        )
-    with pytest.raises(ValueError, match=r"'cont', which is not among the environments .*did you mean count"):
-        trainer.train()
-    with pytest.raises(AttributeError, match="no attribute 'num_generation'; did you mean num_generations"):
-        trainer.num_generation
-
-
 def test_an_async_reward_of_an_environment_is_awaited():
-    class Judged(Plain):
+    class Judged:
         async def get_reward(self):
             return 2.0
 
     reward = owned_reward(Judged)
     assert reward.__name__ == "Judged"
-    assert asyncio.run(reward(environments=[Judged(), Plain()])) == [2.0, None]
+    assert asyncio.run(reward(environments=[Judged(), object()])) == [2.0, None]
 
 
 @pytest.mark.heavy
@@ -216,7 +182,7 @@ def test_a_rollout_func_samples_whole_batches(tmp_path):
 
 def test_outputs_of_rollout_funcs_are_checked():
     with pytest.raises(ValueError, match=r"rollout_func must return keys \['logprobs'\]"):
-        call_rollout_func(lambda prompts, trainer: {"prompt_ids": [], "completion_ids": []}, [], None)
+        trajectories_of({"prompt_ids": [], "completion_ids": []})
 
     def rollouts(*trajectories, **fields):
         request = RolloutRequest(Script(None), TOKENIZER, [{"prompt": "a"}], SamplingParams(n=2), 0, {})
@@ -228,17 +194,14 @@ def test_outputs_of_rollout_funcs_are_checked():
     assert (first.finish_reason, second.finish_reason) == ("stop", "length")
     assert first.policy_logps.tolist() == [-1.0, 0.0]
     assert first.example == {"prompt": "a", "x": 1}
-    for bad, message in (
-        (Trajectory([1], [], []), "must have token ids"),
-        (Trajectory([1], [2, 3], [-1.0]), "each token needs one number of both"),
-        (Trajectory([1], [2], [0.5]), "no numbers of at most 0"),
-        (Trajectory([1], [2], ["a"]), "that are no numbers"),
-        (Trajectory([1], [2, 90], [-1.0, -1.0]), "not among the model's 90"),
-        (Trajectory([1] * 8, [2, 3], [-1.0, -1.0]), "8 \\+ 2 tokens"),
+    for made, columns, message in (
+        ([good, Trajectory([1], [], [])], (), "must have token ids"),
+        ([good, Trajectory([1], [2, 3], [-1.0])], (), "each token needs one number of both"),
+        ([good, Trajectory([1], [2], [0.5])], (), "no numbers of at most 0"),
+        ([good, Trajectory([1], [2, 90], [-1.0, -1.0])], (), "not among the model's 90"),
+        ([good, Trajectory([1] * 8, [2, 3], [-1.0, -1.0])], (), "8 \\+ 2 tokens"),
+        ([good], (), "returned 1 for 1 prompts with 2"),
+        ([good, Trajectory([1], [2], [-1.0])], ("x",), "lacks the column 'x'"),
     ):
         with pytest.raises(RunError, match=message):
-            rollouts(good, bad)
-    with pytest.raises(RunError, match="returned 1 for 1 prompts with 2"):
-        rollouts(good)
-    with pytest.raises(RunError, match="lacks the column 'x'"):
-        rollouts(good, Trajectory([1], [2], [-1.0]), columns=("x",))
+            rollouts(*made, columns=columns)

@@ -1,61 +1,26 @@
 """What scripts of TRL do with evaluations, streams, logs and reports of a trainer."""
 
 import json
-from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 
-from groupax import init_model, save_model
 from groupax.compat import trl
 from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.fields import CompatWarning
-from groupax.compat.trl.base import Accelerator, BaseTrainer
+from groupax.compat.trl.base import BaseTrainer
 from groupax.compat.trl.policy import own_generate
-from groupax.compat.trl.streams import Streams, evaluation_rows
+from groupax.compat.trl.streams import check_streams, evaluation_rows, training_rows
 from groupax.events import RunEnded, RunStarted, StepEnded
-from tests.conftest import TINY, one_device_mesh
-from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_trainer import PROMPTS, count_a
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    model = init_model({**TINY, "vocab_size": 13}, mesh=one_device_mesh())
-    tokenizer = a_tokenizer(eos_token="<eos>", pad_token="<pad>")
-    return str(save_model(model, tmp_path_factory.mktemp("results") / "model", tokenizer))
+from .conftest import a_config
 
 
-def a_trainer(folder, tmp_path, **settings):
-    given = {name: settings.pop(name) for name in ("eval_dataset", "callbacks", "reward_funcs") if name in settings}
-    own = {"max_completion_length": 8, "learning_rate": 1e-2, "disable_tqdm": True, "logging_steps": 2, "max_steps": 3}
-    config = trl.GRPOConfig(str(tmp_path / "run"), **{**own, "save_strategy": "no", **settings})
-    return trl.GRPOTrainer(folder, given.pop("reward_funcs", count_a), config, PROMPTS, **given)
-
-
-class Stream:
-    """A stream of numbered rows, in another order in every epoch."""
-
-    def __init__(self, num_rows):
-        self.num_rows, self.epoch = num_rows, 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def shuffle(self, seed):
-        return self
-
-    def __iter__(self):
-        return iter([{"prompt": f"{self.epoch}{index}"} for index in range(self.num_rows)])
-
-
-@pytest.fixture
-def streams(monkeypatch):
-    monkeypatch.setattr("groupax.compat.trl.streams.is_stream", lambda dataset: isinstance(dataset, Stream))
-    return lambda **settings: Streams(trl.GRPOConfig("out", **settings), 1)
-
-
-# -- logs and reports
+def a_trainer(folder, tmp_path, eval_dataset=None, callbacks=None, reward_funcs=count_a, **settings):
+    config = a_config(tmp_path, **{"logging_steps": 2, **settings})
+    return trl.GRPOTrainer(str(folder), reward_funcs, config, PROMPTS, eval_dataset, callbacks=callbacks)
 
 
 def test_the_last_line_of_a_log_is_about_the_run_and_the_steps_since_the_line_before(tmp_path):
@@ -75,28 +40,23 @@ def test_the_last_line_of_a_log_is_about_the_run_and_the_steps_since_the_line_be
         metrics = {"loss": float(step), "reward": 10.0 * step, "kl": float("nan")}
         listener(StepEnded(step, metrics, metrics if step > 1 else None))
     listener(RunEnded(3))
-    (first, last, end), (line, closing) = seen, state.log_history
+    first, last, end = seen
     assert first == {"epoch": 1.0, "loss": 2.0, "reward": 20.0, "kl": pytest.approx(np.nan, nan_ok=True)}
     assert end == "end"
-    assert line["step"] == 2
-    assert closing == {"step": 3, **last}
-    assert closing["train_loss"] == 2.0
-    assert closing["reward"] == 30.0
-    assert "loss" not in closing
-    assert closing["train_samples_per_second"] == pytest.approx(8 * closing["train_steps_per_second"], rel=0.01)
+    assert (last["train_loss"], last["reward"], "loss" in last) == (2.0, 30.0, False)
+    assert last["train_samples_per_second"] == pytest.approx(8 * last["train_steps_per_second"], rel=0.01)
     state.save_to_json(tmp_path / "trainer_state.json")
     saved = json.loads((tmp_path / "trainer_state.json").read_text())
-    assert saved["log_history"][1]["kl"] is None
-    assert saved["logging_steps"] == 2
+    assert [line["step"] for line in saved["log_history"]] == [2, 3]
+    assert (saved["log_history"][1]["kl"], saved["logging_steps"]) == (None, 2)
 
 
 def test_metrics_and_the_state_are_printed_and_saved_as_by_transformers(tmp_path, capsys):
     reports = BaseTrainer()
     reports.args, reports._output_dir, reports.state = None, str(tmp_path / "run"), State(global_step=3)
-    reports.log_metrics("train", {"train_runtime": 3723.456, "train_loss": 0.123456, "rows": 8})
+    reports.log_metrics("train", {"train_runtime": 3723.456, "train_loss": 0.123456})
     assert capsys.readouterr().out.splitlines() == [
         "***** train metrics *****",
-        "  rows          =          8",
         "  train_loss    =     0.1235",
         "  train_runtime = 1:02:03.46",
     ]
@@ -105,67 +65,26 @@ def test_metrics_and_the_state_are_printed_and_saved_as_by_transformers(tmp_path
     reports.save_metrics("test", {"test_loss": 1.0}, combined=False)
     reports.save_state()
     read = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "run").glob("*.json")}
-    assert read["train_results"] == {"train_loss": 0.5}
-    assert read["test_results"] == {"test_loss": 1.0}
+    assert (read["train_results"], read["test_results"]) == ({"train_loss": 0.5}, {"test_loss": 1.0})
     assert read["all_results"] == {"train_loss": 0.5, "eval_loss": None}
     assert read["trainer_state"]["global_step"] == 3
 
 
-def test_an_accelerator_has_what_scripts_use_of_it(capsys):
-    accelerator = Accelerator()
-    accelerator.print("once")
-    assert capsys.readouterr().out == "once\n"
-    assert accelerator.is_main_process
-    assert (accelerator.num_processes, accelerator.process_index) == (1, 0)
-    with accelerator.main_process_first():
-        accelerator.wait_for_everyone()
-    assert accelerator.unwrap_model(3) == accelerator.gather(3) == accelerator.on_main_process(lambda: 3)() == 3
-    with pytest.raises(AttributeError, match=r"has no 'backward': groupax trains with JAX, .* is_main_process"):
-        accelerator.backward(0)
+def test_what_a_stream_cannot_be_used_for_is_refused():
+    def reader(**settings):
+        return Streams(trl.GRPOConfig("out", **settings), 1)
 
-
-@pytest.mark.parametrize(
-    ("loss_type", "level", "text"),
-    [
-        ("dapo", "sequence", "weights each sequence by its completion length"),
-        ("luspo", "token", "meant for importance_sampling_level 'sequence'"),
-        ("vespo", "sequence", "computes a ratio of whole sequences itself"),
-        ("grpo", "sequence", None),
-        ("dapo", "token", None),
-    ],
-)
-def test_losses_that_do_not_fit_to_their_ratios_are_reported(loss_type, level, text, caplog):
-    trl.GRPOConfig(loss_type=loss_type, importance_sampling_level=level).to_native()
-    assert (text in caplog.text) if text else not caplog.text
-
-
-# -- streams
-
-
-def test_a_stream_is_read_as_far_as_the_steps_need_it(streams):
-    reader = streams(max_steps=3, per_device_train_batch_size=16, gradient_accumulation_steps=1)
-    rows = reader.training_rows(Stream(5))  # 2 prompts a step; an epoch drops the last row
-    assert [row["prompt"] for row in rows] == ["00", "01", "02", "03", "10", "11"]
-    assert reader.settings == {"prompt_order": "dataset"}
-    twice = streams(max_steps=4, num_iterations=2).training_rows(Stream(5))
-    assert [row["prompt"] for row in twice] == ["00", "01"]
-    assert evaluation_rows({"a": Stream(2), "b": PROMPTS})["a"] == [{"prompt": "00"}, {"prompt": "01"}]
-
-
-def test_what_a_stream_cannot_be_used_for_is_refused(streams):
+    stream = datasets.IterableDataset.from_generator(lambda: ({"prompt": str(index)} for index in range(1)))
     with pytest.raises(ValueError, match="set max_steps"):
-        streams().training_rows(Stream(5))
+        reader().training_rows(stream)
     with pytest.raises(ValueError, match="has 1 rows, fewer than the 2 prompts of a generation"):
-        streams(max_steps=3, per_device_train_batch_size=16).training_rows(Stream(1))
+        reader(max_steps=3, per_device_train_batch_size=16).training_rows(stream)
     with pytest.warns(CompatWarning):
-        reader = streams(max_steps=3, accelerator_config={"dispatch_batches": True})
-    for read in (reader.training_rows, reader.evaluation_rows):
-        with pytest.raises(ValueError, match="require `dispatch_batches=False`"):
-            read(Stream(5))
-    assert streams().training_rows(PROMPTS) is PROMPTS
-
-
-# -- evaluation
+        dispatching = reader(max_steps=3, accelerator_config={"dispatch_batches": True})
+    with pytest.raises(ValueError, match="require `dispatch_batches=False`"):
+        dispatching.training_rows(stream)
+    assert reader().training_rows(PROMPTS) is PROMPTS
+    assert evaluation_rows({"a": stream, "b": PROMPTS}) == {"a": [{"prompt": "0"}], "b": PROMPTS}
 
 
 @pytest.mark.heavy
@@ -198,30 +117,19 @@ def test_an_evaluation_has_trls_metrics_and_leaves_training_as_it_is(folder, tmp
 
 @pytest.mark.heavy
 def test_what_scripts_read_of_a_trainer(folder, tmp_path, caplog):
-    def reward(completions, log_extra, **columns):
-        log_extra("half", [text[:4] for text in completions])
+    def reward(completions, **columns):
         return [None] * len(completions)
 
     adaptive = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_coef_delta": 0.005, "entropy_target": 99.0}
     trainer = a_trainer(folder, tmp_path, reward_funcs=reward, beta=0.1, epsilon=0.3, **adaptive)
-    reference = trainer.ref_model
-    assert reference is not None
-    before = np.asarray(reference.model.params["embed"])
+    before = np.asarray(trainer.ref_model.model.params["embed"])
     trainer.train()
     assert "All reward functions returned None for the following kwargs:" in caplog.text
     assert trainer.entropy_coef == pytest.approx(0.01 + 3 * 0.005)
     assert (trainer.epsilon_low, trainer.epsilon_high, trainer.beta) == (0.3, 0.3, 0.1)
-    assert not trainer.aux_loss_enabled
-    assert trainer.reward_processing_classes == [None]
-    assert trainer.ref_model is not None
     np.testing.assert_array_equal(trainer.ref_model.model.params["embed"], before)
-    logged = trainer._logs
-    assert len(logged["completion"]) == len(logged["extra"]["half"]) == len(logged["advantages"]) == 8
-    assert np.isnan(logged["rewards"]["reward"]).all()
     with pytest.raises(AttributeError, match="no attribute 'bet'; did you mean beta"):
         _ = trainer.bet
-    with pytest.raises(ValueError, match="must match reward_funcs: it has 2 entries for 1"):
-        trl.GRPOTrainer(folder, reward, trainer.args, PROMPTS, reward_processing_classes=[None, None])
 
 
 @pytest.mark.parity
@@ -240,13 +148,16 @@ def test_a_model_with_a_generate_of_its_own_samples_itself(folder, tmp_path):
     settings = {"num_generations": 4, "num_generations_eval": 4, "per_device_train_batch_size": 8, "logging_steps": 1}
     trainer = a_trainer(folder, tmp_path, eval_dataset=PROMPTS[:2], **settings)
     trainer.model.generate = generate
+    collector, seen = trainer.native.collector, []
+    cut = collector.cut
+    collector.cut = lambda groups: seen.append(groups) or cut(groups)
     trainer.train()
     assert len(calls) == 3
     assert {shape[0] for shape, _ in calls} == {8}
     assert calls[0][1] == 8
-    rollouts = trainer._last_rollout.rollouts
+    [rollouts, *_] = seen[-1]
     assert rollouts[0].completion_ids.tolist() == [3, 4, 5, 0]
-    first = trainer.native.collector.cut([rollouts])[0][0]
+    first = cut([rollouts])[0][0]
     assert (first.rollout_logp < 0).all()
     trainer.evaluate()
     assert len(calls) == 4
@@ -258,30 +169,11 @@ def test_a_model_with_a_generate_of_its_own_samples_itself(folder, tmp_path):
 
 
 @pytest.mark.parity
-def test_masks_of_tensors_are_trls():
-    torch = pytest.importorskip("torch")
-    trainer = pytest.importorskip("trl").GRPOTrainer
-    draw = torch.Generator().manual_seed(0)
-    entropies, mask = torch.rand((3, 7), generator=draw), (torch.rand((3, 7), generator=draw) < 0.8).int()
-    accelerated: Any = BaseTrainer()
-    for threshold in (0.0, 0.3, 0.8, 1.0):
-        theirs = trainer.get_high_entropy_mask(accelerated, entropies, mask, threshold)
-        assert torch.equal(trl.GRPOTrainer.get_high_entropy_mask(accelerated, entropies, mask, threshold), theirs)
-    logps, sampled = -torch.rand((3, 7), generator=draw), -torch.rand((3, 7), generator=draw)
-    sampled[0, 2] = torch.nan
-    given = torch.tensor([[-1.0], [1.0], [-0.5]]), logps, sampled, mask
-    for threshold in (0.0, 0.05, 2.0):
-        ours = trl.GRPOTrainer.get_off_policy_mask(*given, threshold)
-        assert torch.equal(ours, trainer.get_off_policy_mask(*given, threshold))
-
-
-@pytest.mark.parity
 def test_streams_are_read_in_trls_order():
-    datasets = pytest.importorskip("datasets")
     repeat = pytest.importorskip("trl.trainer.utils").repeat_iterable_dataset
     stream = datasets.IterableDataset.from_generator(lambda: ({"prompt": str(index)} for index in range(11)))
     args = trl.GRPOConfig("out", max_steps=9, per_device_train_batch_size=16)
-    ours = [row["prompt"] for row in Streams(args, 1).training_rows(stream)]
+    ours = [row["prompt"] for row in training_rows(stream, args, args.schedule())]
     theirs = repeat(stream.shuffle(seed=args.seed), mini_repeat_count=8, batch_size=2, repeat_count=1)
     read = []
     for epoch in range(2):

@@ -19,7 +19,7 @@ from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.settings.objective import ObjectiveSettings
 from groupax.training.batch import computed_features, pack
-from groupax.training.step import all_reduce, micro_step, shard_batch, zero_grads
+from groupax.training.step import StepSettings, all_reduce, micro_step, shard_batch, zero_grads
 from groupax.types import Row
 
 from . import trl_images as trl
@@ -98,7 +98,12 @@ def test_loss_log_probs_and_gradients_are_those_of_trls_step(case):
         num_encoded += sum(map(len, part.images))
         batch = shard_batch(replace(part.batch, features=features), model.mesh)
         totals, (found, _) = micro_step(
-            model.params, totals, batch, counts, jnp.float32(0.0), **static, execution=DIRECT
+            model.params,
+            totals,
+            batch,
+            counts,
+            jnp.float32(0.0),
+            settings=StepSettings(model.config, settings, model.mesh, DIRECT),
         )
         for index, own in zip(part.rows, np.asarray(found), strict=True):
             if index >= 0:

@@ -10,44 +10,49 @@ from typing import Any
 
 import numpy as np
 
+from tests.models.vision_models import config_of
+
 GOLDEN = Path(__file__).parents[1] / "golden"
-TEXT = {
-    "vocab_size": 160,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-SIGLIP = {
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "image_size": 16,
-    "patch_size": 4,
-}
 MARKS = ["<pad>", "<s>", "<|im_end|>"]
 HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+SIZES = {"vocab_size": 160, "num_hidden_layers": 2}
+
+
+def config(family: str, text: dict[str, Any], vision: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    """Returns the `config.json` of a model whose first special token after MARKS is that of images."""
+    return config_of(family, {**SIZES, **text}, vision, {"image_token_id": 3, **whole})
+
+
+def qwen(family: str, name: str, text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    """Returns all that makes a small Qwen that sees images."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    tower = {"model_type": family, "depth": 2, "temporal_patch_size": 2, "spatial_merge_size": 2, **vision}
+    whole = {"architectures": [f"{name}ForConditionalGeneration"], "tie_word_embeddings": False}
+    whole |= {"video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
+    sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    sizes["size"] = {"shortest_edge": 64, "longest_edge": 1024}
+    return {
+        "marks": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"],
+        "config": config(family, {"model_type": f"{family}_text", "rope_parameters": rope, **text}, tower, whole),
+        "processor": {"processor_class": "Qwen3VLProcessor"},
+        "images": {**HALF, "image_processor_type": "Qwen2VLImageProcessor", **sizes},
+        "video": {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 4},
+        "image": "<|vision_start|><|image_pad|><|vision_end|>",
+    }
+
+
 # Special tokens after MARKS, the image's first; config.json; settings of the processors; how an image is written.
 FAMILIES: dict[str, dict[str, Any]] = {
     "idefics3": {
         "marks": ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
         + [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)],
-        "config": {
-            "architectures": ["Idefics3ForConditionalGeneration"],
-            "image_token_id": 3,
-            "scale_factor": 2,
-            "tie_word_embeddings": False,
-            "pad_token_id": 0,
-            "text_config": {**TEXT, "model_type": "llama", "tie_word_embeddings": False},
-            "vision_config": {**SIGLIP, "model_type": "idefics3_vision"},
-        },
+        "config": config(
+            "idefics3",
+            {"tie_word_embeddings": False},
+            {"model_type": "idefics3_vision"},
+            {"scale_factor": 2, "tie_word_embeddings": False, "pad_token_id": 0}
+            | {"architectures": ["Idefics3ForConditionalGeneration"]},
+        ),
         "processor": {"processor_class": "Idefics3Processor", "image_seq_len": 4},
         "images": {
             **HALF,
@@ -59,96 +64,36 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma3": {
         "marks": ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
-        "config": {
-            "architectures": ["Gemma3ForConditionalGeneration"],
-            "image_token_index": 3,
-            "image_token_id": 3,
-            "boi_token_index": 4,
-            "eoi_token_index": 5,
-            "mm_tokens_per_image": 4,
-            "pad_token_id": 0,
-            "tie_word_embeddings": True,
-            "text_config": {
-                **TEXT,
+        "config": config(
+            "gemma3",
+            {
                 "model_type": "gemma3_text",
                 "query_pre_attn_scalar": 8,
                 "sliding_window": 512,
                 "layer_types": ["sliding_attention", "full_attention"],
             },
-            "vision_config": {**SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
-        },
+            {"model_type": "siglip_vision_model"},
+            {"image_token_index": 3, "boi_token_index": 4, "eoi_token_index": 5, "pad_token_id": 0}
+            | {"tie_word_embeddings": True, "architectures": ["Gemma3ForConditionalGeneration"]},
+        ),
         "processor": {"processor_class": "Gemma3Processor", "image_seq_length": 4},
         "images": {**HALF, "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}},
         "tokens": {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         "image": "<start_of_image>",
     },
-    "qwen3_vl": {
-        "marks": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"],
-        "config": {
-            "architectures": ["Qwen3VLForConditionalGeneration"],
-            "image_token_id": 3,
-            "video_token_id": 4,
-            "vision_start_token_id": 5,
-            "vision_end_token_id": 6,
-            "tie_word_embeddings": False,
-            "text_config": {
-                **TEXT,
-                "model_type": "qwen3_vl_text",
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 10000.0,
-                    "mrope_section": [2, 1, 1],
-                    "mrope_interleaved": True,
-                },
-            },
-            "vision_config": {
-                "model_type": "qwen3_vl",
-                "depth": 2,
-                "hidden_size": 24,
-                "intermediate_size": 40,
-                "num_heads": 3,
-                "patch_size": 4,
-                "temporal_patch_size": 2,
-                "spatial_merge_size": 2,
-                "out_hidden_size": 32,
-                "num_position_embeddings": 25,
-                "deepstack_visual_indexes": [0],
-            },
-        },
-        "processor": {"processor_class": "Qwen3VLProcessor"},
-        "images": {
-            **HALF,
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "patch_size": 4,
-            "merge_size": 2,
-            "temporal_patch_size": 2,
-            "size": {"shortest_edge": 64, "longest_edge": 1024},
-        },
-        "video": {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 4},
-        "image": "<|vision_start|><|image_pad|><|vision_end|>",
-    },
-}
-_QWEN = FAMILIES["qwen3_vl"]
-FAMILIES["qwen3_5"] = {
-    **_QWEN,
-    "config": {
-        **_QWEN["config"],
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "text_config": {
-            **_QWEN["config"]["text_config"],
-            "model_type": "qwen3_5_text",
+    "qwen3_vl": qwen("qwen3_vl", "Qwen3VL", {}, {"deepstack_visual_indexes": [0]}),
+    "qwen3_5": qwen(
+        "qwen3_5",
+        "Qwen3_5",
+        {
+            "head_dim": 8,
             "partial_rotary_factor": 1.0,
             "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
         },
-        "vision_config": {
-            **{name: value for name, value in _QWEN["config"]["vision_config"].items() if "deepstack" not in name},
-            "model_type": "qwen3_5",
-        },
-    },
+        {},
+    ),
 }
 CHARACTERS = ["\n", *map(chr, range(ord(" "), ord("~") + 1))]
 

@@ -108,7 +108,7 @@ def rows_of_episodes(model, num_prompts, prefix_bytes, max_slots=256):
     # a turn has 15 tokens in the mean
     params = SamplingParams(n=4, max_tokens=300, stop=tuple("abcdefghijklmnop"), seed=2)
     examples = [{"prompt": prompt}] * num_prompts
-    groups = play_episodes(engine, tokenizer, examples, [ids] * num_prompts, params, 0, rules=rules)
+    groups = play_episodes(engine, tokenizer, Prompts(examples, [ids] * num_prompts), params, 0, rules=rules)
     rollouts = [each for group in sorted(groups, key=lambda group: group[0].prompt_index) for each in group]
     rows = [
         Row(

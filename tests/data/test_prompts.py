@@ -5,7 +5,6 @@ import json
 import time
 from dataclasses import replace
 
-import numpy as np
 import pyarrow.parquet
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -263,7 +262,7 @@ class Asked:
 def test_servers_are_asked_to_stop_at_tokens_that_their_texts_do_not_show():
     sampler, tokenizer = Asked(), a_tokenizer(eos_token="<eos>")
     params = SamplingParams(stop=("a", "<unk>"), stop_token_ids=(7,))
-    assert list(play_episodes(sampler, tokenizer, [], [], params, step=0)) == []
+    assert list(play_episodes(sampler, tokenizer, Prompts([], []), params, step=0)) == []
     assert sampler.params == replace(params, stop_token_ids=(7, 0))
 
 

@@ -1,21 +1,27 @@
-"""Completions that match an expression or a schema: their tokens, log-probs, distribution and limits."""
+"""Completions that match an expression or a schema: which texts that allows, log-probs, distribution and limits."""
 
+import contextlib
 import json
 import re
+import sys
+import time
 from dataclasses import replace
 from functools import cache
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import chi2_contingency, chisquare
+from scipy.stats import chisquare
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from groupax import Engine, GRPOConfig, GRPOTrainer, SamplingParams
+from groupax import SamplingParams
+from groupax.constraints import MAX_CHARACTERS, ConstraintCompiler, fault_of
+from groupax.data.tokenizer import token_bytes
 from groupax.engine.sampling import sample
 from groupax.models.decoder import logits
+from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer
+from tests.training.test_trainer import a_trainer
 
 from .test_engine import engine_for as engine_of
 from .test_engine import history_of, settings_array
@@ -66,22 +72,16 @@ def test_constrained_and_free_completions_are_decoded_together(tiny_model):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("settings", [{"max_slots": 3}, {"kv_bytes": 1}, {"num_devices": 1}])
-def test_slots_and_memory_do_not_show(tiny_model, settings):
+@pytest.mark.parametrize(
+    "settings", [{"max_slots": 3}, {"kv_bytes": 1}, {"num_devices": 1}, {"num_devices": 2, "tp": 2}]
+)
+def test_slots_memory_and_devices_do_not_show(tiny_model, settings):
     engine = engine_for(tiny_model)
     expected = played(engine, constrained(engine, "[a-z ]{0,19}"))
     if "kv_bytes" in settings:
         settings = {"kv_bytes": 330 * engine.bytes_per_token}
     other = engine_for(tiny_model, **settings)
     assert played(other, constrained(other, "[a-z ]{0,19}")) == expected
-
-
-@pytest.mark.heavy
-def test_devices_that_share_the_weights_sample_the_same(tiny_model):
-    if jax.device_count() < 2:
-        pytest.skip("needs two devices")
-    one, two = engine_for(tiny_model), engine_for(tiny_model, num_devices=2, tp=2)
-    assert played(one, constrained(one, "[a-f]{3,9}")) == played(two, constrained(two, "[a-f]{3,9}"))
 
 
 SETTINGS = [
@@ -149,78 +149,214 @@ def test_draws_are_those_that_rejection_keeps(is_plain):
         assert chisquare(counts, expected[allowed] / expected.sum() * len(draws)).pvalue > 1e-3
 
 
-@pytest.mark.heavy
-def test_a_toy_grammar_has_the_distribution_of_rejection_sampling(tiny_model):
-    """Where all texts have one token, sampling again until the text is allowed gives the same distribution."""
-    engine = engine_for(tiny_model)
-    params = SamplingParams(n=4000, max_tokens=2, seed=1, temperature=2.0)
-    tokens = [each.tokens[0] for each in engine.stream(constrained(engine, "[a-h]", params, PROMPTS[:1]))]
-    ids = [2 + ord(letter) - 32 for letter in "abcdefgh"]
-    free = [each.tokens[0] for each in engine.stream(engine.sequences(PROMPTS[:1], replace(params, n=16_000, seed=2)))]
-    kept = np.bincount([token for token in free if token in ids], minlength=96)[ids]
-    found = np.bincount(tokens, minlength=96)[ids]
-    assert found.sum() == 4000
-    assert kept.sum() > 500
-    assert chi2_contingency([found, kept]).pvalue > 1e-3
-
-
 def test_constraints_that_make_no_sense_are_refused(tiny_model):
     with pytest.raises(ValueError, match="regex and json_schema are two constraints"):
         SamplingParams(regex="a", json_schema="{}")
     with pytest.raises(ValueError, match="needs a tokenizer"):
         engine_of(tiny_model).sequences(PROMPTS, SamplingParams(regex="a", max_tokens=9))
-    with pytest.raises(ValueError, match="with regex completions are sampled from another distribution"):
-        GRPOConfig(regex="a")
-
-
-PET = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "kind": {"enum": ["cat", "dog"]},
-        "age": {"type": "integer", "minimum": 0, "maximum": 30},
-        "friends": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
-    },
-    "required": ["name", "kind", "age"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.long
-def test_every_completion_of_a_real_model_is_valid(stories):
-    validators = pytest.importorskip("jsonschema")
-    engine = Engine.load(stories)
-    params = SamplingParams(n=1000, max_tokens=120, seed=1, json_schema=json.dumps(PET))
-    [group] = engine.generate("Once upon a time", params)
-    whole = [completion for completion in group if completion.finish_reason == "stop"]
-    for completion in whole:
-        validators.validate(json.loads(completion.text), PET)
-    assert len(whole) > 500
-    with pytest.raises(ValueError, match="json_schema has 'not', which is not supported"):
-        engine.generate("Once", replace(params, json_schema='{"not": {}}'))
 
 
 @pytest.mark.heavy
 def test_training_on_constrained_completions(stories, tmp_path):
     seen = []
 
-    def reward(completions, **columns):
+    def reward(completions):
         seen.extend(completions)
         return [float(len(completion)) for completion in completions]
 
-    args = GRPOConfig(
-        output_dir=str(tmp_path),
-        max_steps=2,
-        prompts_per_step=2,
-        num_generations=4,
-        max_completion_length=24,
-        regex=" (yes|no|maybe)( please)*[.]",
-        rollout_correction="token_truncate",
-    )
     dataset = [{"prompt": "Once upon a time"}, {"prompt": "One day"}]
-    trainer = GRPOTrainer(str(stories), reward, args=args, train_dataset=dataset)
-    trainer.train()
+    given = {"model": str(stories), "tokenizer": None, "max_steps": 2, "prompts_per_step": 2, "learning_rate": 1e-6}
+    given |= {"regex": " (yes|no|maybe)( please)*[.]", "rollout_correction": "token_truncate"}
+    given["max_completion_length"] = 24
+    a_trainer(tmp_path, reward, dataset, **given).train()
     assert len(seen) == 16
     assert all(re.fullmatch(" ?(yes|no|maybe)( please)*[.]", text) for text in seen)
     with pytest.raises(ValueError, match=r"regex is not supported: .*look-around"):
-        GRPOTrainer(str(stories), reward, args=replace(args, regex="(?=a)b"), train_dataset=dataset)
+        a_trainer(tmp_path, reward, dataset, **given | {"regex": "(?=a)b"})
+
+
+# -- which texts are allowed
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    tokenizer = chat_tokenizer()
+    return ConstraintCompiler(tokenizer, VOCAB_SIZE, (tokenizer.eos_token_id,))
+
+
+def matcher_of(compiler, constraint):
+    kind = "regex" if isinstance(constraint, str) else "json_schema"
+    return compiler.matcher(kind, constraint if kind == "regex" else json.dumps(constraint))
+
+
+def allows(compiler, matcher, text):
+    matcher, ids = matcher.deep_copy(), compiler.tokenizer(text)["input_ids"]
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+PET = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["cat", 'a "dog"\\', None]},
+        "age": {"type": "integer", "minimum": -3, "exclusiveMaximum": 120},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
+    },
+    "required": ["age"],
+}
+TREE = {
+    "$ref": "#/$defs/a%25%20node",
+    "$defs": {
+        "a% node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "null"},
+                "left": {"anyOf": [{"$ref": "#/$defs/a%25 node"}, {"type": "null"}]},
+            },
+            "required": ["value"],
+        }
+    },
+}
+NAMED = {"allOf": [{"properties": {"a": {"type": "null"}}, "required": ["a"]}, {"properties": {"b": {"const": 1}}}]}
+EITHER = {"oneOf": [{"type": "object", "properties": {"k": {"const": "A"}}, "required": ["k"]}, {"type": "boolean"}]}
+ALLOWED = [
+    ("[a-z ]*", ["", "a b"], ["A"]),
+    (r"\d*", ["", "12"], ["\u0661", "a"]),
+    ("(a|b)*", ["", "ab"], ["c"]),
+    ("", [""], ["a"]),
+    ("^a|b$", ["a", "b"], ["ab", ""]),
+    (r"[^\]é€/]{1,3}/", ["a/", "[\n\u0800/"], ["]/", "é/", "/"]),
+    ("(?i)[a-f]+?x{2,}", ["Bxx", "axX"], ["bx"]),
+    (r"(?s)..|\S\D\W", ["\n\n", "é€", "ab-"], ["a", "a1-"]),
+    (PET, ['{"age": 119}', '{"kind": "cat", "age":-3,"tags":["ab", "é"]}'], ['{"age": 120}', '{"tags": []}', "{}"]),
+    (PET, ['{"kind": "a \\"dog\\"\\\\", "age": 0}'], ['{"age": 1, "more": 2}', '{"age":  1}', ' {"age": 1}']),
+    (TREE, ['{"value": null, "left": {"value": null, "left": null}}'], ['{"left": null}', '{"value": 1}']),
+    (NAMED, ['{"a": null}', '{"a": null, "b": 1}'], ['{"b": 1}', '{"a": null, "b": 2}']),
+    (EITHER, ["true", '{"k": "A"}'], ['{"k": "B"}', "1"]),
+    ({"type": "integer", "minimum": -15, "maximum": 1203}, ["-15", "0", "99", "1203"], ["-16", "1204", "007"]),
+    ({"type": "number", "minimum": 0.2, "maximum": 0.57}, ["0.2", "0.569", "0.57"], ["0.19", "0.571", "1"]),
+    ({"type": "integer", "multipleOf": 5, "minimum": 1, "maximum": 23}, ["5", "20"], ["0", "21", "25"]),
+    ({"type": "number", "multipleOf": 0.01}, ["1.25", "-3"], ["1.255"]),
+    ({"type": "array", "minItems": 2, "uniqueItems": False}, ["[1, 1]"], ["[1]"]),
+    ({"prefixItems": [{"format": "date", "type": "string"}], "items": False}, ['["2024-02-29"]'], ["[1]"]),
+    ({"type": "string", "pattern": "^[A-Z]+$", "minLength": 2, "maxLength": 3}, ['"AB"'], ['"A"', '"ABCD"', '"ab"']),
+    ({"type": "string", "pattern": "a|^b", "format": "date"}, [], ['"2024-02-29"', '"a"']),
+    ({"patternProperties": {"^x": {"type": "null"}}, "additionalProperties": False}, ['{"xy": null}'], ['{"y": null}']),
+    ({}, ["null", '"\\n"', '{"a": {"b": [-0.5E+3, true]}}'], ['"\n"', "[1,]", '"\\ud800"', "01"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("constraint", "allowed", "refused"), ALLOWED)
+def test_constraints_allow_what_they_describe(compiler, constraint, allowed, refused):
+    if not allowed:
+        with pytest.raises(ValueError, match=r"no text satisfies it|empty"):
+            matcher_of(compiler, constraint)
+        return
+    matcher = matcher_of(compiler, constraint)
+    assert [text for text in allowed if not allows(compiler, matcher, text)] == []
+    assert [text for text in refused if allows(compiler, matcher, text)] == []
+
+
+REFUSED = [
+    ("(", "regex is not valid: missing \\)"),
+    ("(?=a)b", "look-around"),
+    (r"(a)\1", "backreferences"),
+    (r"a\bc", "lookarounds not supported"),
+    ("(?m)^a$", "lookarounds not supported"),
+    ("\ud800", "half of a surrogate pair"),
+    ("a" * (MAX_CHARACTERS + 1), "65,537 characters, more than 65,536"),
+    ({"not": {}}, "'not', which is not supported"),
+    ({"type": "string", "nullable": True}, "'nullable'"),
+    ({"anyOf": [{"properties": {"a": {"if": {}}}}]}, "'if'"),
+    ({"type": "object", "x-guidance": {"lenient": True}}, "'x-guidance'"),
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"type": "string", "format": "color"}, "Unknown format"),
+    ({"$ref": "#/$defs/a"}, "does not exist"),
+    ({"$ref": "#"}, "no text satisfies it"),
+    ({"type": "integer", "minimum": 2, "maximum": 1}, "minimum .2. is greater"),
+    ([], "must be an object or a boolean"),
+    (False, "allows no document"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "use anyOf"),
+    ({"type": "object", "minProperties": 2}, "minProperties of 2"),
+    ({"type": "number", "minimum": float("inf")}, "Infinity"),
+    *(({"type": "integer", key: 10**309}, "integers up to 2\\^53") for key in ("minimum", "maximum", "multipleOf")),
+    *(({key: 10**309}, "integers up to 2\\^53") for key in ("minItems", "maxLength", "const")),
+    ({"enum": [1, [2**53 + 1]]}, "9007199254740993 in 'enum'"),
+    ({"type": "integer", "multipleOf": 99991}, "at most 10,000"),
+    ({"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}, "2 of multipleOf"),
+    ({"allOf": [{"type": "string", "pattern": "[a-z]" + "x" * n} for n in range(40)]}, "40 of pattern"),
+    ({"type": "string", "maxLength": 10**12}, "decimal literal invalid"),
+    ({"enum": [f"value {n}" for n in range(10_000)]}, "more than 65,536"),
+]
+
+
+@pytest.mark.parametrize(("constraint", "message"), REFUSED)
+def test_what_cannot_be_kept_is_refused(compiler, constraint, message):
+    with pytest.raises(ValueError, match=message):
+        matcher_of(compiler, constraint)
+
+
+def sampled(compiler, matcher, rng, most):
+    """Random tokens that may follow each other, with a preference for ends, and whether they are a whole text."""
+    tokens, eos = [], compiler.eos_ids[0]
+    while len(tokens) < most and not fault_of(matcher):
+        [words] = compiler.masks([(matcher, 0)], 1)
+        may_follow = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB_SIZE])
+        endings = [token for token in may_follow if compiler.tokenizer.decode(token) in ('"', "]", "}", "<|im_end|>")]
+        token = int(rng.choice(endings if endings and rng.random() < 0.3 else may_follow))
+        if token == eos:
+            return compiler.tokenizer.decode(tokens), True
+        if not matcher.consume_token(token):
+            assert fault_of(matcher)
+            break
+        tokens.append(token)
+    return compiler.tokenizer.decode(tokens), False
+
+
+def test_only_what_spells_text_may_follow(compiler, stories):
+    [words] = compiler.masks([(compiler.matcher("regex", "[^a]*"), 0)], 1)
+    may_follow = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+    special = [token for token, each in compiler.tokenizer.added_tokens_decoder.items() if each.special]
+    assert [token for token in special if may_follow[token]] == [compiler.tokenizer.eos_token_id]
+    from groupax.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(stories)
+    found = token_bytes(tokenizer, 512)
+    assert found[tokenizer.convert_tokens_to_ids("<0x0A>")] == b"\n"
+    assert found[tokenizer.convert_tokens_to_ids("\u2581the")] == b" the"
+    assert found[tokenizer.eos_token_id] == b""
+
+
+WORST = [
+    *(f"a{{{n}}}" for n in (1200, 4000)),
+    "(?:a{1000}){10000}",
+    "(?:a|b)*a(?:a|b){20}",
+    "(?s:.*)a(?s:.){500}",
+    "(?:.*[a-f].*[g-k]){50}.*",
+    "(?:(?:a?){100}){100}b",
+    {"type": "object"},
+    {"type": "string", "maxLength": 500_000},
+    {"type": "integer", "multipleOf": 9973, "minimum": 1, "maximum": 1e300},
+    {"enum": [f"v{n}" for n in range(5000)]},
+    {"properties": {f"p{n}": {"type": "null"} for n in range(2000)}, "type": "object"},
+    {"allOf": [{"type": "string", "pattern": f"(a|b)*{c}(a|b){{500}}"} for c in "ab"]},
+    {"anyOf": [{"properties": {f"a{n}": {}}} for n in range(60)], "type": "object"},
+    {"$ref": "#/$defs/0", "$defs": {str(n): {"anyOf": [{"$ref": f"#/$defs/{(n + 1) % 40}"}] * 2} for n in range(40)}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("constraint", WORST)
+def test_the_worst_constraints_cost_little_or_are_given_up(compiler, constraint):
+    started_s = time.process_time()
+    with contextlib.suppress(ValueError):
+        sampled(compiler, matcher_of(compiler, constraint), np.random.default_rng(0), 100)
+    assert time.process_time() - started_s < 1.5
+
+
+def test_what_a_constraint_needs(compiler, monkeypatch):
+    for changes, message in (({"tokenizer": None}, "needs a tokenizer"), ({"eos_ids": ()}, "an end-of-sequence token")):
+        given = {"tokenizer": compiler.tokenizer, "vocab_size": VOCAB_SIZE, "eos_ids": compiler.eos_ids} | changes
+        with pytest.raises(ValueError, match=message):
+            ConstraintCompiler(**given).matcher("regex", "a")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ImportError, match=r"a constraint .* pip install 'groupax\[constraints\]'"):
+        ConstraintCompiler(compiler.tokenizer, VOCAB_SIZE, compiler.eos_ids).matcher("regex", "a")

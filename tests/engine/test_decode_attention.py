@@ -1,10 +1,6 @@
 """Attention while decoding: the plain form and the kernels, by pallas' interpreter, agree with a loop over rows."""
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -18,7 +14,6 @@ from groupax.engine.cache import cache_dtype
 from groupax.models import attention as decode_attention
 from groupax.models.attention import LayerCache, Past, to_cache
 from groupax.models.config import AttentionConfig, Chunks
-from groupax.models.decoder import logits
 from groupax.models.kernels import tpu_attention, triton_attention
 from groupax.models.kernels.fused_attention import select_attend_past
 from tests.conftest import TINY, one_device_mesh, rest_heavy
@@ -73,8 +68,6 @@ def past_of(lengths, starts):
 SHORT, LONG = [1, 2, 0, 17, 33, 60, 5, 9], [200, 131, 130, 132, 0, 1, 64, 199]
 # rows, prompts, query heads, key heads, dims, columns of prompts, of rows; lengths, starts
 CASES = {
-    "one-row": ((1, 1, 2, 2, 16, 5, 7), ([3], [1]), {}),
-    "first-column": ((2, 1, 2, 1, 16, 40, 64), ([1, 64], [7]), {}),
     "ragged": ((8, 2, 4, 2, 64, 70, 64), (SHORT, [0, 69]), {}),
     "long": ((8, 4, 14, 2, 64, 300, 200), (LONG, [3, 299, 300, 128]), {}),
     "padded-dims": ((8, 8, 6, 2, 80, 144, 200), (LONG, range(130, 145, 2)), {}),
@@ -82,21 +75,14 @@ CASES = {
     "narrow-window": ((8, 1, 8, 8, 96, 130, 200), (LONG, [100]), {"window": 1}),
     "softcap": ((8, 1, 3, 1, 256, 64, 200), (LONG, [0]), {"softcap": 2.0, "window": 31}),
     "share-16": ((32, 2, 14, 2, 64, 300, 128), ([*SHORT, *[0] * 8, *range(1, 17)], [0, 190]), {}),
-    "split": ((2, 1, 2, 1, 16, 20, 2100), ([2000, 60], [0]), {}),
     "split-window": ((2, 2, 2, 1, 16, 20, 2100), ([2100, 1], [0, 20]), {"window": 1000}),
     "all-idle": ((8, 2, 2, 1, 16, 20, 32), ([0] * 8, [0, 20]), {}),
     "many-blocks": ((8, 2, 4, 2, 128, 384, 512), ([512, 400, 301, 0, 130, 1, 299, 428], [10, 250]), {}),
-    "window-of-blocks": (
-        (8, 2, 4, 2, 128, 384, 512),
-        ([512, 172, 173, 0, 130, 1, 299, 428], [384, 0]),
-        {"window": 200},
-    ),
-    "empty-prompts": ((8, 2, 4, 2, 64, 70, 64), (SHORT, [70, 70]), {}),
 }
 
 
 @pytest.mark.drawn(8)
-@pytest.mark.parametrize(("case", "form"), rest_heavy([(case, form) for case in CASES for form in FORMS], quick=8))
+@pytest.mark.parametrize(("case", "form"), rest_heavy([(case, form) for case in CASES for form in FORMS], quick=6))
 def test_each_row_attends_to_its_visible_columns(case, form):
     sizes, past, settings = CASES[case]
     attn, past = AttentionConfig(0.2, **settings), past_of(*past)
@@ -152,7 +138,7 @@ def test_a_kernel_reads_a_cache_of_another_dtype(dtype, kv_dtype):
     ],
     ids=lambda each: each["model_type"],
 )
-def test_decoding_with_the_kernel_agrees_with_the_plain_form_and_the_trainer(model_type, monkeypatch):
+def test_decoding_with_the_kernel_agrees_with_the_plain_form(model_type, monkeypatch):
     model = init_model({**TINY, **model_type}, mesh=one_device_mesh())
     prompts = [np.random.default_rng(i).integers(2, 96, length) for i, length in enumerate((1, 9, 17, 30))]
     params = SamplingParams(n=3, max_tokens=21, seed=7)
@@ -168,30 +154,11 @@ def test_decoding_with_the_kernel_agrees_with_the_plain_form_and_the_trainer(mod
     assert [each.tokens for each in kernel] == [each.tokens for each in plain]
     for got, wanted in zip(kernel, plain, strict=True):
         np.testing.assert_allclose(got.policy_logps, wanted.policy_logps, atol=1e-5)
-        whole = jnp.array([[*got.prompt, *got.tokens]], jnp.int32)
-        of_trainer = jax.nn.log_softmax(logits(model.config, model.params, whole)[0, len(got.prompt) - 1 : -1])
-        np.testing.assert_allclose(
-            got.policy_logps,
-            np.take_along_axis(np.asarray(of_trainer), np.array(got.tokens)[:, None], 1)[:, 0],
-            atol=1e-5,
-        )
 
 
 def test_keys_beyond_the_range_of_float8_are_its_largest_number():
     large = jnp.array([1e4, -1e4, 1.5], jnp.bfloat16)
     assert to_cache(large, jnp.float8_e4m3fn).astype(jnp.float32).tolist() == [448, -448, 1.5]
-
-
-@pytest.mark.heavy
-def test_a_cache_in_float8_changes_log_probs_little(tiny_model):
-    params = SamplingParams(n=2, max_tokens=12, seed=3)
-    prompts = [np.arange(2, 30)]
-    engines = [Engine(tiny_model.config, tiny_model.params, tiny_model.mesh, (), kv_dtype=x) for x in (None, "float8")]
-    assert engines[0].bytes_per_token == 4 * engines[1].bytes_per_token
-    exact, narrow = ([sequence for group in each.generate(prompts, params) for sequence in group] for each in engines)
-    for got, wanted in zip(narrow, exact, strict=True):
-        assert got.policy_logps[0] != wanted.policy_logps[0]
-        np.testing.assert_allclose(got.policy_logps[0], wanted.policy_logps[0], atol=0.1)
 
 
 def test_dtypes_that_a_cache_cannot_have_are_refused():
@@ -217,54 +184,3 @@ def test_dtypes_that_a_cache_cannot_have_are_refused():
 def test_the_form_goes_by_the_device(platform, capability, form):
     selected = select_attend_past(SimpleNamespace(platform=platform, compute_capability=capability))
     assert getattr(selected, "func", selected) is form
-
-
-COMPILED = """
-import sys
-from functools import partial
-from pathlib import Path
-from groupax.planning.devices import find_target, prepare
-prepare(sys.argv[1], cuda=Path(sys.argv[2]))
-import jax
-import jax.numpy as jnp
-from groupax.models.kernels import triton_attention
-from groupax.models.config import AttentionConfig
-from groupax.models.attention import LayerCache, Past
-
-device = find_target(sys.argv[1]).devices[0]
-shape = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device))
-# rows, prompts, query heads, key heads, dims, columns of rows, dtype, dtype of the cache, settings
-for B, Q, N, K, H, T, dtype, kv_dtype, settings in (
-    (64, 8, 14, 2, 64, 1024, "bfloat16", "bfloat16", {}),
-    (64, 2, 8, 4, 256, 4096, "float32", "float32", {"softcap": 50.0, "window": 400}),
-    (64, 64, 32, 8, 80, 1000, "bfloat16", "float32", {}),
-    (64, 8, 32, 8, 128, 1024, "bfloat16", sys.argv[3], {}),
-):
-    S = 512
-    cache = [shape(each, kv_dtype) for each in ((Q, K, H, S), (Q, K, S, H), (B, K, H, T), (B, K, T, H))]
-    past = Past(shape((Q,), jnp.int32), shape((B,), jnp.int32))
-    new = [shape((B, heads, H), dtype) for heads in (N, K, K)]
-    attend = jax.jit(partial(triton_attention.attend_past, AttentionConfig(0.1, **settings)), donate_argnums=1)
-    memory = attend.lower(past, LayerCache(*cache), *new).compile().memory_analysis()
-    print(memory.alias_size_in_bytes == sum(x.size * x.dtype.itemsize for x in cache))
-"""
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("target", "kv_dtype"),
-    [
-        ("h100-1", "float8_e4m3fn"),
-        pytest.param("a100-1", "float32", marks=pytest.mark.long),
-        pytest.param("rtx4090-1", "float8_e4m3fn", marks=pytest.mark.long),
-    ],
-)
-def test_the_kernels_compile_and_update_the_cache_in_place(target, kv_dtype):
-    cuda = Path(__file__).parents[2] / "build" / "cuda"
-    if not (cuda / "jax_plugins").is_dir():
-        pytest.skip("jax's CUDA plugin is not in build/cuda; `groupax plan` says how to get it")
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    command = [sys.executable, "-c", COMPILED, target, str(cuda), kv_dtype]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == ["True"] * 4

@@ -1,23 +1,19 @@
 """Devices that share the weights to decode with sample what a device with all of them does."""
 
 import asyncio
-import json
 from collections import Counter
 from dataclasses import replace
 from itertools import chain
 
 import jax
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
-from safetensors.numpy import load_file
 
-from groupax import Engine, GRPOConfig, SamplingParams, init_model, load_model, save_model
+from groupax import Engine, SamplingParams, init_model, load_model, save_model
 from groupax.cli.main import main
 from groupax.cli.serve import Serve, engines_of, models_of
 from groupax.engine.batch import Batch
 from groupax.engine.decode import DecodeSettings, decode_chunk
-from groupax.engine.session import Session
 from groupax.models.adapted import apply_adapter
 from groupax.models.lora import LoRAConfig, adapter_config_dict, adapter_specs
 from groupax.models.specs import model_specs
@@ -25,11 +21,13 @@ from groupax.models.weights.checkpoint import add_adapter, reshard
 from groupax.models.weights.saving import host_tensors, param_leaves, save_adapter
 from groupax.parallel.mesh import make_mesh
 from groupax.serve.loop import EngineLoop
-from groupax.serve.remote import manifest_of, pieces_of
+from groupax.serve.remote import bytes_of, manifest_of
 from groupax.serve.weights import Weights
-from tests.conftest import TINY, one_device_mesh, rest_heavy
+from tests.conftest import LATENTS, TINY, assert_trees_match, one_device_mesh, rest_heavy
 from tests.data.test_config_and_data import a_tokenizer
-from tests.parallel.test_mesh import COMMAND, MIXTURE, REWARD
+from tests.parallel.test_mesh import MIXTURE
+from tests.training.test_trainer import PROMPTS as RUN_PROMPTS
+from tests.training.test_trainer import lines_of, trained
 
 PROMPTS = [np.random.default_rng(length).integers(2, 96, length) for length in (2, 17, 9, 30)]
 PARAMS = SamplingParams(n=2, max_tokens=20, seed=7, temperature=0.9, logprobs=3, ignore_eos=True)
@@ -66,86 +64,34 @@ def parts(array):
 # -- the engine
 
 
-@pytest.mark.drawn(1)
-@pytest.mark.heavy
-@pytest.mark.parametrize(("tp", "num_devices"), [(2, 4), (4, 4)])
-def test_devices_that_share_weights_sample_the_same(tp, num_devices):
-    model = sharpened(init_model({**ONE_LAYER, "vocab_size": 97}, mesh=one_device_mesh()))
-    engine = engine_on(model, num_devices, tp)
-    assert_same(engine.generate(PROMPTS, PARAMS), engine_on(model, 1, 1).generate(PROMPTS, PARAMS))
-    layer = engine.params["layers"][0]
-    assert parts(layer["q"]) == {(32 // tp, 32)}
-    assert parts(layer["down"]) == {(32, 64 // tp)}
-    assert parts(engine.params["embed"]) == {(97, 32)}, "97 words do not divide"
-
-
+TWO = {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}
+SOFTCAPS = {"query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}
 FAMILIES = {
-    "sliding-softcap": (
-        {"model_type": "gemma2", "sliding_window": 8, "head_dim": 8, "num_hidden_layers": 2, "num_key_value_heads": 2}
-        | {"query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
-        2,
-    ),
+    "plain": ({"vocab_size": 97}, 2),
+    "one-head-each": ({"vocab_size": 97}, 4),
+    "sliding-softcap": ({"model_type": "gemma2", **TWO, **SOFTCAPS}, 2),
     "parallel-block": ({"model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.5, "vocab_size": 97}, 4),
     "qk-norm": ({"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": False}, 2),
     "experts": ({**MIXTURE, "num_hidden_layers": 1}, 2),
-    "sinks": (
-        {"model_type": "gpt_oss", "head_dim": 8, "num_hidden_layers": 2, "sliding_window": 8, "num_key_value_heads": 2}
-        | {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.5},
-        2,
-    ),
-    "latent-vectors": (
-        {"model_type": "deepseek_v3", "kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 6, "v_head_dim": 8}
-        | {"qk_rope_head_dim": 4, "first_k_dense_replace": 1},
-        4,
-    ),
+    "sinks": ({"model_type": "gpt_oss", **TWO, "num_local_experts": 4, "num_experts_per_tok": 2}, 2),
+    "latent-vectors": ({"model_type": "deepseek_v3", **LATENTS, "moe_intermediate_size": 20}, 4),
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", FAMILIES)
-def test_families_too(name):
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=getattr(pytest.mark, "long" if "-" in each else "heavy")) for each in FAMILIES]
+)
+def test_devices_that_share_weights_sample_the_same(name):
     change, tp = FAMILIES[name]
     model = sharpened(init_model({**ONE_LAYER, **change}, mesh=one_device_mesh()))
-    expected = engine_on(model, 1, 1).generate(PROMPTS, PARAMS)
-    assert_same(engine_on(model, 4, tp).generate(PROMPTS, PARAMS), expected)
-
-
-@pytest.mark.long
-def test_keys_and_values_are_shared_and_make_room_as_on_one_device(monkeypatch):
-    """Requests that join, columns that grow, sequences that begin again, and what is known of earlier ones."""
-    model = sharpened(init_model({**ONE_LAYER, "num_key_value_heads": 2}, mesh=one_device_mesh()))
-    long = replace(PARAMS, max_tokens=200, logprobs=0)
-    seen = {"shapes": set(), "slots": []}
-    decode = Batch.decode
-
-    def watched(batch, params):
-        seen["shapes"] |= {(array.shape[1], *part[1:2]) for array in (batch.cache.k[0],) for part in parts(array)}
-        seen["slots"].append(batch.scheduler.slots_per_shard)
-        return decode(batch, params)
-
-    def together(engine):
-        session = Session(engine)
-        requests = [engine.sequences([prompt], long, first_prompt=index) for index, prompt in enumerate(PROMPTS)]
-        session.submit(requests[0])
-        for request in (*requests[1:], None, None):
-            list(session.step())
-            if request is not None:
-                session.submit(request)
-        while session.busy:
-            list(session.step())
-        turns = [np.array([*PROMPTS[0], *requests[0][0].tokens, 7, 8])]
-        return [*requests, *engine.generate(turns, PARAMS)]
-
-    one = engine_on(model, 1, 1, prefix_bytes=1 << 22)
-    expected = together(one)
-    monkeypatch.setattr(Batch, "decode", watched)
-    shared = engine_on(model, 2, 2, prefix_bytes=1 << 22)
-    assert shared.bytes_per_token == one.bytes_per_token // 2
-    shared.kv_bytes = 1700 * shared.bytes_per_token
-    assert_same(together(shared), expected)
-    assert seen["shapes"] == {(2, 1)}, "each device has one of the two heads"
-    assert len(set(seen["slots"])) > 1, "slots were given up"
-    assert shared.prefixes.num_reused_tokens == one.prefixes.num_reused_tokens > 200
+    engine = engine_on(model, 4, tp)
+    assert_same(engine.generate(PROMPTS, PARAMS), engine_on(model, 1, 1).generate(PROMPTS, PARAMS))
+    if name == "plain":
+        layer = engine.params["layers"][0]
+        assert parts(layer["q"]) == {(32 // tp, 32)}
+        assert parts(layer["down"]) == {(32, 64 // tp)}
+        assert parts(engine.params["embed"]) == {(97, 32)}, "97 words do not divide"
 
 
 EXCHANGES = ("psum", "pmax", "pmin", "all_gather", "all_to_all", "reduce_scatter", "ppermute")
@@ -210,15 +156,6 @@ def test_what_devices_cannot_share_is_told(change, settings, message, tmp_path):
             file.unlink()
     with pytest.raises(ValueError, match=message):
         Engine.load(folder, **settings)
-
-
-def test_settings_that_exclude_each_other():
-    with pytest.raises(ValueError, match="decoding_weights 'int8' are replicated on every device"):
-        GRPOConfig(decoding_tp=2, decoding_weights="int8")
-    with pytest.raises(ValueError, match="base_weights 'nf4' are replicated on every device"):
-        GRPOConfig(decoding_tp=2, base_weights="nf4", lora_r=4)
-    with pytest.raises(ValueError, match="decoding_tp 2 and max_staleness 1 exclude each other"):
-        GRPOConfig(decoding_tp=2, max_staleness=1, rollout_correction="token_truncate")
 
 
 # -- commands and servers
@@ -286,48 +223,17 @@ def push(weights, name, specs, params, **given):
     """Send weights to a server's model."""
     tensors = host_tensors(specs, param_leaves(specs, params))
     given |= {"model": name, "version": 5, "replaces": weights.state(name), "tensors": manifest_of(tensors)}
-    begun = weights.begin(given)
+    upload = weights.take(weights.begin(given)["upload"])
 
-    async def as_they_come(parts):
-        for part in parts:
+    async def as_they_come():
+        for part in bytes_of(tensors):
             yield bytes(part)
 
-    async def put():
-        for number, (parts, crc) in enumerate(pieces_of(tensors, begun["piece_bytes"])):
-            await weights.put(begun["upload"], number, f"{crc:08x}", as_they_come(parts))
-
-    asyncio.run(put())
-    upload = weights.close(begun["upload"])
-    weights.take_over(upload, weights.prepared(upload))
+    received = asyncio.run(weights.received(upload, as_they_come()))
+    weights.take_over(upload, weights.prepared(upload, received))
 
 
 # -- whole runs
-
-
-@pytest.fixture(scope="module")
-def plain_run(tmp_path_factory):
-    """Where a run is whose devices decode with all weights each."""
-    place = tmp_path_factory.mktemp("runs")
-    save_model(
-        init_model({**ONE_LAYER, "vocab_size": 16}, mesh=one_device_mesh()),
-        place / "model",
-        a_tokenizer(eos_token="<eos>"),
-    )
-    (place / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("ab", "cd", "aef")))
-    (place / "letters_reward.py").write_text(REWARD)
-    return place, run_at(place, "plain")
-
-
-def run_at(place, name, *options):
-    """Completions, metrics and weights of a run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        patch.syspath_prepend(place)
-        assert main([*COMMAND.split(), "--output_dir", name, "--max_steps", "2", *options]) == 0
-    run = place / name
-    rows = [row for file in sorted(run.glob("rollouts/*.parquet")) for row in pq.read_table(file).to_pylist()]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row["completion_ids"] for row in rows], lines, load_file(run / "model" / "model.safetensors")
 
 
 @pytest.mark.optimized
@@ -338,16 +244,17 @@ def run_at(place, name, *options):
         *(pytest.param(mesh, marks=pytest.mark.long) for mesh in (None, "1,-1,1,1,1")),
     ],
 )
-def test_a_run_is_the_same(mesh, plain_run):
-    place, (completions, lines, weights) = plain_run
-    options = ["--decoding_tp", "2", *(["--mesh", mesh] if mesh else [])]
-    completions_too, lines_too, weights_too = run_at(place, f"shared-{mesh}", *options)
-    assert completions_too == completions
-    for line, other in zip(lines_too, lines, strict=True):
+def test_a_run_is_the_same(mesh, tmp_path):
+    def run(name, **options):
+        model = init_model({**ONE_LAYER, "vocab_size": 16}, mesh=make_mesh())
+        given = {"optimizer": "sgd", "learning_rate": 1.0, "eval_steps": 1, "max_steps": 2, **options}
+        trainer = trained(tmp_path / name, model=model, eval_dataset=RUN_PROMPTS, **given)
+        return trainer.learner.state.params, lines_of(tmp_path / name)
+
+    (weights, lines), (shared, shared_lines) = run("plain"), run("shared", decoding_tp=2, mesh=mesh)
+    for line, other in zip(shared_lines, lines, strict=True):
         assert line.get("rollout/logp_diff_max", 0.0) < 1e-5
-        for name in ("reward", "grad_norm", "eval_reward"):
+        for name in ("reward", "grad_norm", "eval_reward", "completions/mean_length"):
             assert (name in line) == (name in other)
             assert line.get(name, 0.0) == pytest.approx(other.get(name, 0.0), rel=1e-4)
-    assert weights_too.keys() == weights.keys()
-    for name, tensor in weights.items():
-        np.testing.assert_allclose(weights_too[name], tensor, atol=1e-5, rtol=0, err_msg=name)
+    assert_trees_match(weights, shared, atol=1e-5, rtol=0)

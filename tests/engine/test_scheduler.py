@@ -1,11 +1,12 @@
-"""Which sequence sits in which slot: host logic alone."""
+"""Which sequence sits in which slot, and how long chunks are: host logic alone."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from groupax.engine.scheduler import CacheShape, Demand, Plan, Scheduler, bucket, halvings, piece_size, power_of_two
+from groupax.engine.programs import ADMISSION_STEPS, HOST_FRAC, MIN_CHUNK_S, Pace
+from groupax.engine.scheduler import CacheShape, Demand, Plan, Scheduler
 from groupax.engine.sequence import Sequence
 from groupax.settings.sampling import SamplingParams
 
@@ -17,64 +18,6 @@ def sequences_of(*prompt_indices):
         sample = counts[index] = counts.get(index, -1) + 1
         made.append(Sequence(index, sample, np.array([index + 1]), SamplingParams(), (), np.zeros(2, np.uint32)))
     return made
-
-
-def names(slots):
-    return [sequence and (sequence.prompt_index, sequence.sample_index) for sequence in slots]
-
-
-def finish(scheduler, *slots):
-    for slot in slots:
-        scheduler.slots[slot].finish_reason = "stop"
-    return scheduler.free_finished()
-
-
-def test_sequences_of_a_prompt_share_prompt_slots_and_shards():
-    scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=2)
-    scheduler.submit(sequences_of(0, 1, 0, 1, 0, 0, 1, 1))
-    admission = scheduler.admit(8)
-    assert names(scheduler.slots) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
-    assert [[first.prompt.tolist() for first in firsts] for firsts in admission.firsts] == [[[1]], [[2]]]
-    assert sorted(admission.prompt_slots) == [(0, 0), (1, 0), (2, 0), (3, 0)]
-    assert scheduler.admit(8) is None
-
-
-def test_a_place_is_filled_again_when_its_last_sequence_ends():
-    scheduler = Scheduler(num_shards=1, slots_per_shard=4, share=2)
-    scheduler.submit(sequences_of(0, 0, 1, 1, 2, 2))
-    scheduler.admit(8)
-    assert finish(scheduler, 0) == [0]
-    assert scheduler.admit(8) is None
-    finish(scheduler, 1)
-    scheduler.admit(8)
-    assert names(scheduler.slots) == [(2, 0), (2, 1), (1, 0), (1, 1)]
-
-
-def test_shrinking_keeps_every_running_sequence_on_its_shard():
-    scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=2)
-    scheduler.submit(sequences_of(0, 0, 0, 0, 1, 1, 1, 1))
-    scheduler.admit(8)
-    finish(scheduler, 0, 1, 3, 5, 6)
-    assert scheduler.num_slots_needed() == 2
-    kept = scheduler.compact(2)
-    assert kept.reshape(2, 2).tolist() == [[2, 0], [0, 3]]
-    assert names(scheduler.slots) == [(0, 2), None, (1, 0), (1, 3)]
-    assert (scheduler.slots_per_shard, scheduler.share) == (2, 1)
-
-
-def test_cancelled_sequences_leave_the_queue():
-    scheduler = Scheduler(num_shards=1, slots_per_shard=2, share=1)
-    waiting = sequences_of(0, 1, 2, 3)
-    scheduler.submit(waiting)
-    scheduler.admit(8)
-    waiting[2].cancel()
-    assert scheduler.cancelled() == [waiting[2]]
-    finish(scheduler, 0, 1)
-    scheduler.admit(8)
-    assert names(scheduler.slots) == [(3, 0), None]
-    waiting[3].finish_reason = "stop"
-    waiting[3].cancel()
-    assert waiting[3].finish_reason == "stop"
 
 
 def test_those_that_are_not_far_make_room_and_begin_again():
@@ -102,28 +45,6 @@ def test_those_that_are_not_far_make_room_and_begin_again():
     assert scheduler.num_blocked() == 5
 
 
-def test_columns_for_another_chunk_are_bounded_by_the_longest_completion():
-    scheduler = Scheduler(num_shards=1, slots_per_shard=2)
-    sequences = sequences_of(0, 1, 2)
-    for sequence, longest in zip(sequences, (40, 200, 50), strict=True):
-        sequence.params = SamplingParams(max_tokens=longest)
-    scheduler.submit(sequences)
-    assert scheduler.num_columns(64) == 64
-    scheduler.admit(8)
-    sequences[1].tokens += [7] * 64
-    assert scheduler.num_columns(64) == 128
-    sequences[1].tokens += [7] * 128
-    assert scheduler.num_columns(64) == 200
-
-
-def test_a_shard_takes_no_more_prompts_than_are_computed_at_once():
-    scheduler = Scheduler(num_shards=1, slots_per_shard=8, share=2)
-    scheduler.submit(sequences_of(0, 0, 0, 0, 1, 1, 2, 2))
-    assert [first.prompt.tolist() for first in scheduler.admit(2).firsts[0]] == [[1], [2]]
-    assert [first.prompt.tolist() for first in scheduler.admit(2).firsts[0]] == [[3]]
-    assert scheduler.admit(2) is None
-
-
 # -- what the cache may take
 
 
@@ -145,38 +66,6 @@ def test_the_first_shape_is_as_large_as_the_work_and_the_memory():
         Plan(1500, 4, 64).first_shape(Demand((1,), 100, 900), 1)
 
 
-def test_columns_double_and_follow_what_runs_only_where_that_pays():
-    plan, demand = Plan(max_tokens=10**9, num_layers=4, max_slots=64), Demand((8,), 100, 700)
-    adapting = replace(plan, adapts=True)
-    assert [plan.num_columns(needed, demand, 192) for needed in (32, 193, 700)] == [192, 384, 768]
-    assert [adapting.num_columns(needed, demand, 768) for needed in (32, 193, 385)] == [192, 384, 768]
-    assert [plan.num_columns(needed, demand, 768) for needed in (32, 193, 385)] == [768] * 3
-
-
-def test_batches_of_a_run_have_the_shapes_of_its_largest():
-    plan, expected = Plan(max_tokens=10**9, num_layers=4, max_slots=64), Demand((4,) * 8, 90, 300)
-    batch = Demand((4, 4), 30, 200)
-    assert plan.raised(batch, expected) == expected
-    assert plan.raised(Demand((1, 1), 30, 200), expected) == Demand((1, 1), 90, 300), "groups of another size"
-    assert plan.raised(Demand((4,) * 9, 100, 500), expected) == Demand((4,) * 9, 100, 500)
-    assert replace(plan, adapts=True).raised(batch, expected) == Demand((4, 4), 48, 300), "half of 96 prompt columns"
-
-
-def test_sizes_are_few():
-    assert sorted({bucket(size, 64) for size in range(1, 1025)}) == [64, 96, 128, 192, 256, 384, 512, 768, 1024]
-    assert [power_of_two(size) for size in (0, 1, 3, 4, 5)] == [1, 1, 4, 4, 8]
-    assert power_of_two(9, parts=4) == 4
-    assert halvings(384, 64) == [96, 192, 384]
-    for num_prompts, num_columns, num_heads in ((2, 96, 4), (8, 768, 4), (64, 2048, 4), (2, 32768, 4), (2, 32768, 32)):
-        for platform, most in (("cpu", 256), ("gpu", 1024)):
-            prompts, piece = piece_size(num_prompts, num_columns, num_heads, platform)
-            assert num_prompts % prompts == 0
-            assert num_columns % piece == 0
-            assert piece % 8 == 0
-            assert piece <= 64 or prompts * piece <= most
-            assert piece <= 64 or prompts * num_heads * piece * num_columns <= 2**28
-
-
 def test_prompts_are_computed_once_per_shard_shortest_first():
     """On each of two shards 32 prompts of 200 tokens, 30 of 20 and two of 50."""
     scheduler = Scheduler(num_shards=2, slots_per_shard=64)
@@ -186,7 +75,7 @@ def test_prompts_are_computed_once_per_shard_shortest_first():
         sequence.prompt = np.full(length, sequence.prompt_index)
     scheduler.submit(sequences)
     admission = scheduler.admit(64)
-    assert admission.num_prompts.tolist() == [64, 64]
+    assert [*map(len, admission.firsts)] == [64, 64]
     assert [[len(first.prompt) for first in own] for own in admission.firsts] == [[20] * 30 + [50] * 2 + [200] * 32] * 2
     for prompt_slot, index in admission.prompt_slots:
         assert (admission.firsts[prompt_slot // 64][index].prompt == scheduler.slots[prompt_slot].prompt).all()
@@ -195,3 +84,51 @@ def test_prompts_are_computed_once_per_shard_shortest_first():
     prompts, starts = admission.padded(128, 256)
     assert prompts.shape == (256, 256)
     assert starts[[0, 31, 63, 64, 127, 128 + 63]].tolist() == [237, 207, 57, 256, 256, 57]
+
+
+# -- the lengths of a server's chunks and admissions
+
+SHAPE = CacheShape(8, 1, 256, 128)
+
+
+def lengths(pace, step_s, host_s, number=30, admission_s=0.0):
+    """The lengths of chunks of a machine whose steps, admissions and host between chunks take constant times."""
+    chosen = []
+    for _ in range(number):
+        if admission_s:
+            pace.add_admission(1, admission_s)
+        chosen.append(pace.num_steps(SHAPE))
+        pace.add_chunk(SHAPE, chosen[-1], chosen[-1] * step_s)
+        pace.add_host(host_s)
+    return chosen
+
+
+@pytest.mark.parametrize(("step_s", "num_steps"), [(0.2, 1), (0.002, 12), (1e-5, 32)])
+def test_a_chunk_takes_a_moment(step_s, num_steps):
+    assert lengths(Pace(32), step_s, 0.0)[-1] == num_steps == max(1, min(32, int(MIN_CHUNK_S / step_s)))
+
+
+def test_chunks_are_longer_where_the_host_needs_longer():
+    pace = Pace(1000)
+    num_steps = lengths(pace, 0.002, 0.02)[-1]
+    assert 0.02 / (num_steps * 0.002) == pytest.approx(HOST_FRAC, rel=0.05)
+
+
+def test_an_admission_and_its_chunk_take_a_moment_together():
+    assert lengths(Pace(32), 0.002, 0.0, admission_s=0.015)[-1] == round((MIN_CHUNK_S - 0.015) / 0.002)
+    pace = Pace(32)
+    assert lengths(pace, 0.002, 0.0, admission_s=1.0)[-1] == 1
+    assert pace.device_s == pytest.approx(1.002)
+    assert pace.num_steps(SHAPE) == 12  # the next chunk has no admission
+
+
+def test_an_admission_takes_no_longer_than_some_steps():
+    pace = Pace(32)
+    assert pace.num_prompts(SHAPE, 64) == 64  # nothing is measured yet
+    pace.add_admission(10, 0.05)
+    assert pace.num_prompts(SHAPE, 64) == MIN_CHUNK_S / 0.005
+    pace.add_chunk(SHAPE, 1, 0.02)
+    assert pace.num_prompts(SHAPE, 64) == ADMISSION_STEPS * 0.02 / 0.005
+    assert pace.num_prompts(SHAPE, 2) == 2
+    pace.add_admission(1, 5.0)
+    assert pace.num_prompts(SHAPE, 64) == 1

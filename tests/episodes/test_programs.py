@@ -76,7 +76,7 @@ def played(
     script, params = script or Script(answer), SamplingParams(n=n, max_tokens=max_tokens)
     examples = [{"prompt": PROMPT, **(example or {})}]
     ids = [np.asarray(rendered(PROMPT), np.int32)]
-    [group] = play_episodes(script, TOKENIZER, examples, ids, params, 0, rules=rules, record=record)
+    [group] = play_episodes(script, TOKENIZER, Prompts(examples, ids), params, 0, rules=rules, record=record)
     return group, script
 
 

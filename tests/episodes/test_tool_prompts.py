@@ -91,34 +91,23 @@ def test_nulls_that_a_table_adds_to_parts_and_calls_are_left_out():
     assert said["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": None}}}]
 
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"type": ["string", "null"]}}}
-REQUIRED = {**CITY, "required": ["city", "unit"]}
-
-
 @pytest.mark.parametrize("source", ["dataset", "parquet"])
 @pytest.mark.parametrize(
-    ("parameters", "given", "expected"),
+    ("given", "expected"),
     [
-        (None, {"city": "P", "unit": None}, {"city": "P"}),  # another row has a unit
-        (None, {"city": "P", "never": None}, {"city": "P", "never": None}),
-        (None, {"of": [None, {"y": 1}]}, {"of": [None, {"y": 1}]}),
-        (None, {}, {}),
-        (None, json.dumps({"city": None}), None),
-        (CITY, {"city": "P", "never": None}, {"city": "P"}),
-        (REQUIRED, {"city": "P", "unit": None}, {"city": "P", "unit": None}),
+        ({"city": "P", "unit": None}, {"city": "P"}),
+        ({"of": [None, {"y": 1}]}, {"of": [None, {"y": 1}]}),
+        ({}, {}),
+        (json.dumps({"city": None}), None),
     ],
 )
-def test_nulls_that_a_table_adds_to_arguments_are_left_out(source, parameters, given, expected, tmp_path):
-    def row(name, arguments, parameters=None):
+def test_nulls_that_a_table_adds_to_arguments_are_left_out(source, given, expected, tmp_path):
+    def row(name, arguments):
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        tools = json.dumps([{"type": "function", "function": {"name": name, "parameters": parameters}}])
-        return {
-            "prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}],
-            "tools": tools if parameters else None,
-        }
+        return {"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]}
 
     other = given if isinstance(given, str) else {"query": "q", "unit": "C", "in": {"w": 1, "x": 2}}
-    table = datasets.Dataset.from_list([row("weather", given, parameters), row("search", other)])
+    table = datasets.Dataset.from_list([row("weather", given), row("search", other)])
     if source == "parquet":
         table.to_parquet(tmp_path / "train.parquet")
         table = tmp_path / "train.parquet"

@@ -20,13 +20,13 @@ from groupax.models.execution import DIRECT
 from groupax.parallel.mesh import num_data_shards
 from groupax.rewards.lengths import cosine_length, soft_overlong
 from groupax.rewards.text import completion_text
-from groupax.rollouts.rows import masked_ends, row_of
+from groupax.rollouts.collector import masked_ends, row_of
 from groupax.rollouts.state import Experience
 from groupax.runs.checkpoints.record import read_rollout, write_rollout
 from groupax.runs.folder import RunFolder
 from groupax.settings.objective import MaskSettings, ObjectiveSettings
 from groupax.training.batch import denominators, pack
-from groupax.training.step import all_reduce, micro_step, shard_batch, zero_grads
+from groupax.training.step import StepSettings, all_reduce, micro_step, shard_batch, zero_grads
 from groupax.types import FAILURES, TRUNCATIONS, CallRecord, EpisodeEnd, Rollout, Row, Turn
 from groupax.view.rollouts import read_step
 from groupax.view.token_values import token_values
@@ -191,7 +191,8 @@ def packed_gradient(settings, rows, model, budget, share_prefix="auto"):
     totals = zero_grads(model.params, **static)
     for part in pack(rows, num_data_shards(model.mesh), budget, share_prefix=share_prefix)[0]:
         batch = shard_batch(part.batch, model.mesh)
-        totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), **static, execution=DIRECT)
+        step = StepSettings(model.config, settings, model.mesh, DIRECT)
+        totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), settings=step)
     totals = all_reduce(totals, config=model.config, mesh=model.mesh)
     return float(totals.loss), totals.grads, totals.metrics
 

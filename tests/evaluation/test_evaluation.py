@@ -4,13 +4,11 @@ import itertools
 import json
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from groupax.cli.summary import BeforeAfter, show, write_report
-from groupax.engine.engine import new_sequences
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation, find_correctness_reward
 from groupax.evaluation.items import (
     ACCURACY_REWARDS,
@@ -35,8 +33,6 @@ from groupax.rewards.maths import last_boxed
 from groupax.rewards.resolve import resolve_rewards
 from groupax.settings.sampling import SamplingParams
 from groupax.trainer import TrainResult
-from tests.conftest import SHARED
-from tests.engine.samplers import FinishedSession
 from tests.training.test_trainer import PROMPTS, a_trainer, count_a, lines_of
 
 
@@ -48,9 +44,6 @@ def an_item(key, solved, answers=None, rewards=None, counts_votes=True):
         for each, answer, reward in zip(solved, answers, rewards, strict=True)
     ]
     return Item(key, 0, "p", {}, completions, counts_votes)
-
-
-# -- pass@k and maj@k
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
@@ -96,15 +89,12 @@ def test_right_answers_count_as_one():
     ("read", "text", "answer"),
     [
         (number_answer, "so 1,000.0 #### 12.50", "12.5"),
-        (number_answer, "no number", None),
         (number_answer, "#### Step 3: Add up\n" + r"hence \boxed{\text{1{,}018}}", "1018"),
         (tagged_answer, "<answer>1</answer> <answer> b </answer>", "b"),
         (tagged_answer, "</answer> only", None),
         (math_answer, r"first \boxed{1}, then \boxed{\dfrac{1}{\left(2\right)}}.", r"\frac{1}{(2)}"),
         (math_answer, "<answer> $x + 1$. </answer>", "x+1"),
-        (math_answer, "it is 42", "42"),
         (last_boxed, r"\boxed{never closed", None),
-        (last_boxed, r"{ \boxed{\frac{1}{2}} and \boxed{ never } closed {", " never "),
         (last_boxed, r"} \boxed{a \boxed{b}} and \boxed{never {closed}", "b"),
     ],
 )
@@ -124,9 +114,6 @@ def test_accuracy_rewards_exist():
         ValueError, match=r"correctness_reward is 'count_b', which is not a reward function .*; did you mean count_a"
     ):
         find_correctness_reward("count_b", rewards)
-
-
-# -- intervals
 
 
 def test_wilson_is_wilson_and_student_is_student():
@@ -150,10 +137,18 @@ def coverage(draw, estimate, truth, num_runs=2000):
     return float(np.mean(covered))
 
 
-@pytest.mark.parametrize("p", [0.02, 0.1, 0.5, 0.9])
-@pytest.mark.parametrize("N", [50, 500])
-def test_greedy_intervals_cover_19_times_in_20(p, N):
-    found = coverage(lambda rng: rng.binomial(1, p, size=N).astype(float), mean_share, p)
+GREEDY = [
+    (lambda rng, p=p, N=N: rng.binomial(1, p, size=N).astype(float), mean_share, p)
+    for p in (0.02, 0.1, 0.5, 0.9)
+    for N in (50, 500)
+]
+
+
+@pytest.mark.parametrize(
+    ("draw", "estimate", "truth"), [*GREEDY, (lambda rng: rng.exponential(2.0, size=200) - 1.0, mean_value, 1.0)]
+)
+def test_intervals_of_shares_and_rewards_cover_19_times_in_20(draw, estimate, truth):
+    found = coverage(draw, estimate, truth)
     assert 0.925 <= found <= 0.99, found
 
 
@@ -170,28 +165,6 @@ def test_intervals_of_sampled_items_cover_19_times_in_20(a, b, k):
 
     found = coverage(draw, lambda values: mean_share(values, n), truth)
     assert 0.925 <= found <= 0.99, found
-
-
-def test_treating_completions_as_independent_would_not_cover():
-    """What clustering by item is for: 8 completions of 100 items are not 800 draws."""
-    N, n = 100, 8
-
-    def draw(rng):
-        return rng.binomial(n, rng.beta(0.3, 0.6, size=N)) / n
-
-    def naive(shares):
-        return mean_share(np.arange(N * n) < round(shares.sum() * n))
-
-    assert coverage(draw, naive, 1 / 3) < 0.7
-    assert coverage(draw, lambda shares: mean_share(shares, n), 1 / 3) > 0.925
-
-
-def test_intervals_of_rewards_cover_19_times_in_20():
-    found = coverage(lambda rng: rng.exponential(2.0, size=200) - 1.0, mean_value, 1.0)
-    assert 0.925 <= found <= 0.965, found
-
-
-# -- two evaluations of the same items
 
 
 def test_mcnemar_is_the_binomial_test():
@@ -270,9 +243,6 @@ def test_totals_of_other_reward_functions_are_not_compared():
     assert found.metrics_after == ("rewards/more/mean",)
 
 
-# -- items and their files
-
-
 def test_items_without_a_verdict_are_left_out_of_pass_at_k():
     items = [an_item("a", [True, False]), an_item("b", [None, None]), an_item("c", [False, False])]
     found = estimates(items)
@@ -311,44 +281,36 @@ def test_sets_have_names():
         sources_by_name(["a/test.jsonl", "b/test.jsonl"])
 
 
-# -- the report of a run
-
-
 @pytest.mark.parametrize(
     ("solved", "rewards", "start", "end"),
     [
-        (
-            (40, 0),
-            (0.2, 0.8),
-            "worse: pass@1 went from 1.000 to 0.000",
-            "rose from 0.200 to 0.800, so the policy may have learned what these prompts do not reward: compare the "
-            "training prompts with these, and read the completions (docs/hacked_reward.md)",
-        ),
+        ((40, 0), (0.2, 0.8), "worse: pass@1 went from 1.000 to 0.000", "compare the training prompts with these, and"),
         ((40, 0), (0.8, 0.2), "worse: ", "; the reward in training did not rise (from 0.800 to 0.200): see docs/trou"),
         ((20, 21), (0.2, 0.8), "no significant difference: ", "sampled ones may improve first (eval_temperature)"),
-        ((20, 21), (0.8, 0.8), "no significant difference: ", "; the reward in training did not rise (from 0.800 to "),
-        ((40, 39), (0.2, 0.8), "no significant difference: ", "p = 1)"),
         ((0, 40), (0.2, 0.8), "better: ", "p = 1.8e-12)"),
+        (
+            (0, 0),
+            (0.2, 0.8),
+            "the model cannot do this task: of 80 prompts it solves 0 before and 0 after training",
+            "",
+        ),
     ],
 )
 def test_a_verdict_without_progress_says_where_to_look(tmp_path, solved, rewards, start, end, capsys):
     metrics = dict.fromkeys(("prompts", "prompts_dropped", "prompts_truncated", "prompts_unscorable"), 1.0)
-    metrics["completions/clipped_ratio"] = 0.0
-    params = SamplingParams(temperature=0.0)
+    metrics["completions/clipped_ratio"], num_items = 0.0, 40 if any(solved) else 80
     before, after = (
-        Evaluation({"eval": SetEvaluation(items, estimates(items), metrics, params, "r", {})})
-        for items in ([an_item(str(index), [index < num]) for index in range(40)] for num in solved)
+        Evaluation({"eval": SetEvaluation(items, estimates(items), metrics, SamplingParams(temperature=0.0), "r", {})})
+        for items in ([an_item(str(index), [index < num]) for index in range(num_items)] for num in solved)
     )
     report = BeforeAfter(before, after, TrainResult(2, 1.0, 1.0, {}), {"used": 1, "dropped": 0, "truncated": 0})
-    lines = [{"step": float(step), "reward": reward} for step, reward in enumerate([*rewards[:1], None, *rewards[1:]])]
+    lines = [{"step": float(step), "reward": reward} for step, reward in enumerate([rewards[0], None, rewards[1]])]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    show(write_report(report, tmp_path))
+    show(write_report(before, after, TrainResult(2, 1.0, 1.0, {}), counts, tmp_path))
     assert capsys.readouterr().out.splitlines()[1] == "mean reward by step"
     text = json.loads((tmp_path / "result.json").read_text())["verdicts"]["eval"]
     assert text.startswith(start)
     assert end in text
-    if end.startswith("p ="):
-        assert text.endswith(end)
 
 
 def test_rewards_that_may_mean_correct_are_found():
@@ -357,45 +319,30 @@ def test_rewards_that_may_mean_correct_are_found():
     assert binary_rewards([*items, an_item("c", [None], rewards=[0.5])]) == []
 
 
-# -- through the trainer
-
-
 def starts_right(completions, gold):
     return [float(text[:1] == letter) for text, letter in zip(completions, gold, strict=True)]
 
 
 @pytest.mark.heavy
 def test_evaluation_of_several_sets_with_settings_of_its_own(tmp_path):
-    sets = {"all": PROMPTS, "few": PROMPTS[:3]}
-    trainer = a_trainer(
-        tmp_path,
-        [count_a, starts_right],
-        eval_dataset=sets,
-        correctness_reward="starts_right",
-        eval_steps=2,
-        max_steps=2,
-        eval_num_generations=4,
-        eval_temperature=0.7,
-        eval_top_p=0.9,
-        eval_top_k=8,
-        eval_min_p=0.01,
-        eval_max_completion_length=8,
-    )
+    of_evaluation = {"temperature": 0.7, "top_p": 0.9, "top_k": 8, "min_p": 0.01}
+    settings = {f"eval_{name}": value for name, value in of_evaluation.items()}
+    settings |= {"eval_num_generations": 4, "eval_max_completion_length": 8, "eval_steps": 2, "max_steps": 2}
+    settings |= {"eval_dataset": {"all": PROMPTS, "few": PROMPTS[:3]}, "correctness_reward": "starts_right"}
+    trainer = a_trainer(tmp_path, [count_a, starts_right], **settings)
     evaluation = trainer.evaluate()
     assert list(evaluation.sets) == ["all", "few"]
     few = evaluation.sets["few"]
-    assert (few.params.n, few.params.temperature, few.params.top_p, few.params.max_tokens) == (4, 0.7, 0.9, 8)
-    assert (few.params.top_k, few.params.min_p) == (8, 0.01)
-    assert len(few.items) == 3
-    assert all(len(item.completions) == 4 for item in few.items)
+    assert few.params == SamplingParams(n=4, max_tokens=8, seed=few.params.seed, **of_evaluation)
+    assert [len(item.completions) for item in few.items] == [4] * 3
     assert max(each.num_tokens for item in few.items for each in item.completions) <= 8
     assert few.items == evaluation.sets["all"].items[:3]
     assert {"pass@1", "pass@2", "pass@4", "reward", "rewards/count_a/mean"} <= set(few.estimates)
     assert evaluation.metrics["few_pass@4"] == few.estimates["pass@4"].value
     trainer.train()
-    lines = [line for line in lines_of(tmp_path) if "eval_few_pass@1" in line]
-    assert [line["step"] for line in lines] == [2]
-    assert {"eval_all_reward", "eval_all_reward_low", "eval_few_pass@4_high"} <= set(lines[0])
+    [line] = [line for line in lines_of(tmp_path) if "eval_few_pass@1" in line]
+    assert line["step"] == 2
+    assert {"eval_all_reward", "eval_all_reward_low", "eval_few_pass@4_high"} <= set(line)
     written = read_items(tmp_path / "run" / "evaluations" / "step_000002.all.jsonl")
     assert [item.prompt for item in written] == [row["prompt"] for row in PROMPTS]
     assert written[0].columns == {"gold": "a"}
@@ -418,82 +365,3 @@ def test_evaluation_of_several_sets_with_settings_of_its_own(tmp_path):
 def test_evaluations_that_cannot_work_are_refused(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         a_trainer(tmp_path, **{"eval_dataset": PROMPTS, **settings})
-
-
-# -- GSM8K and MATH-500 with a scripted engine
-
-
-class ScriptedEngine:
-    """Returns given completions, in the order of the prompts."""
-
-    config, eos_ids = SimpleNamespace(max_positions=4096, vision=None), ()
-
-    def __init__(self, tokenizer, completions):
-        self.tokenizer, self.completions = tokenizer, completions
-
-    def sequences(self, prompts, params, step, first_prompt=0):
-        encoded = self.tokenizer([text for group in self.completions for text in group], add_special_tokens=False)
-        tokens = iter(encoded["input_ids"])
-        sequences = new_sequences(prompts, params, (), step, first_prompt)
-        for sequence in sequences:
-            sequence.tokens, sequence.finish_reason = next(tokens), "stop"
-            sequence.policy_logps = sequence.sampler_logps = [0.0] * len(sequence.tokens)
-        return sequences
-
-    def session(self):
-        return FinishedSession()
-
-
-@pytest.fixture(scope="module")
-def qwen():
-    from groupax.data.tokenizer import load_tokenizer
-
-    folder = SHARED / "tokenizers" / "qwen"
-    if not folder.is_dir():
-        pytest.skip(f"no {folder}")
-    return load_tokenizer(folder)
-
-
-def the_rows(recipe, name):
-    from groupax.recipes import load_recipe
-
-    folder = SHARED / "data" / name
-    if not folder.is_dir():
-        pytest.skip(f"no {folder}")
-    return load_recipe(recipe).examples(str(folder))
-
-
-def corrupted(answer):
-    steps, _, number = answer.rpartition("####")
-    return f"{steps}#### {int(number.replace(',', '')) + 1}"
-
-
-@pytest.mark.long
-def test_the_eval_command_on_gsm8k_with_gold_and_with_corrupted_answers(qwen, stories, tmp_path, monkeypatch, capsys):
-    from groupax import Engine
-    from groupax.cli.main import main
-
-    the_rows("gsm8k", "gsm8k")
-    raw = [json.loads(line) for line in (SHARED / "data/gsm8k/test.jsonl").read_text().splitlines()]
-    gold = [[row["answer"]] for row in raw]  # as they stand in the file: reasoning, then `#### n`
-    chosen = set(np.random.default_rng(0).permutation(1319)[:132].tolist())
-    partly = [[corrupted(row["answer"]) if index in chosen else row["answer"]] for index, row in enumerate(raw)]
-    for name, completions in (("gold", gold), ("partly", partly)):
-        engine = ScriptedEngine(qwen, completions)
-        monkeypatch.setattr(Engine, "load", lambda *_, engine=engine, **__: engine)
-        argv = f"eval --recipe gsm8k --model {stories} --dataset {SHARED}/data/gsm8k --output_dir {tmp_path}/{name}"
-        assert main([*argv.split(), "--max_tokens", "256", "--chat_template", "plain"]) == 0
-        found = json.loads((tmp_path / name / "result.json").read_text())["sets"]["gsm8k"]["greedy"]["estimates"]
-        solved = found["pass@1"]
-        assert solved["num_items"] == 1319
-        if name == "gold":
-            assert solved["value"] == 1.0
-            assert solved["low"] > 0.997
-        else:
-            assert solved["value"] == pytest.approx(1 - 132 / 1319)
-            assert solved["low"] < 0.9 < solved["high"]
-    assert main(["compare", str(tmp_path / "gold"), str(tmp_path / "partly"), "--to", str(tmp_path / "x.json")]) == 0
-    found = json.loads((tmp_path / "x.json").read_text())["gsm8k.greedy"]["differences"]["pass@1"]
-    assert (found["num_gained"], found["num_lost"]) == (0, 132)
-    assert found["p_value"] < 1e-30
-    assert "gsm8k, greedy: 1,319 prompts" in capsys.readouterr().out

@@ -1,24 +1,40 @@
 """Recipes: rows to prompts, rewards, sources that work offline, and the programs and commands that run them."""
 
+import itertools
 import json
+from collections import Counter
 
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+from datasets import Dataset, DatasetDict
 
-from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
+from groupax import init_model, save_model
 from groupax.cli.main import main
 from groupax.cli.train import train_defaults
 from groupax.compat.easydel.scripts.finetune import gsm8k_grpo, numinamath_grpo
 from groupax.config import GRPOConfig
 from groupax.data.examples import load_examples
-from groupax.data.files import MissingSplitError, read_rows
+from groupax.data.files import read_rows
 from groupax.episodes.environment import environment_rewards
 from groupax.episodes.rules import load_environments, load_tools
 from groupax.evaluation.items import read_items
 from groupax.recipes import RECIPES, load_recipe
 from groupax.recipes.countdown import countdown_correct, evaluate_expression, problems
-from groupax.recipes.gsm8k import strict_xml_format
 from groupax.recipes.recipe import fitting_length, fitting_template, max_positions_of
-from groupax.recipes.tldr_length import near_length
+from groupax.recipes.shapes.scenes import (
+    CELL_PIXELS,
+    COLORS,
+    IMAGE_PIXELS,
+    Scene,
+    Shape,
+    draw,
+    example,
+    generate,
+    scenes,
+)
+from groupax.rewards.formats import think_answer_correct, think_answer_format
 from groupax.rewards.resolve import resolve_rewards
 from groupax.runs.trackers.tracker import BUILT_IN, PACKAGES
 from groupax.tools.tool import tools_from
@@ -105,17 +121,13 @@ def test_rows_that_do_not_fit_are_reported(tmp_path, name, row, message):
 
 
 def test_folders_have_splits(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-    from datasets import Dataset, DatasetDict
-
     write_jsonl(tmp_path / "a" / "train.jsonl", [{"prompt": "t"}])
     write_jsonl(tmp_path / "a" / "validation.jsonl", [{"prompt": "v"}])
     assert load_examples(tmp_path / "a") == [{"prompt": "t"}]
     assert load_examples(tmp_path / "a", "eval_dataset", ("test", "validation")) == [{"prompt": "v"}]
+    (tmp_path / "b" / "main").mkdir(parents=True)
     for part in (0, 1):
         path = tmp_path / "b" / "main" / f"train-0000{part}-of-00002.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": str(part)}]), path)
     write_jsonl(tmp_path / "b" / "other" / "train.jsonl", [{"prompt": "o"}])
     assert [row["prompt"] for row in read_rows(tmp_path / "b", "x", subset="main")] == ["0", "1"]
@@ -124,20 +136,21 @@ def test_folders_have_splits(tmp_path):
     Dataset.from_list([{"prompt": "e"}]).save_to_disk(tmp_path / "d")
     assert load_examples(tmp_path / "d")[0] == {"prompt": "e"}
     assert load_recipe("tldr_length").eval_dataset(str(tmp_path / "d")) is None
-    with pytest.raises(MissingSplitError, match="has no split test or validation, it has train; name the file itself"):
-        load_examples(tmp_path / "c", "eval_dataset", ("test", "validation"))
+
+
+def test_sources_that_have_no_rows_are_refused_with_what_there_is(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "x.json").write_text('{"prompt": 1}')
     for number in range(20):
         write_jsonl(tmp_path / "many" / f"part{number:02d}.jsonl", [{"prompt": "p"}])
-    with pytest.raises(MissingSplitError, match=r"it has part00, .*, part07; name the file itself"):
-        load_examples(tmp_path / "many")
-    with pytest.raises(ValueError, match="x is an empty text; name a file, a folder or a hub id, or leave it out"):
-        read_rows("", "x")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(MissingSplitError, match=r"it has no \.jsonl, \.json, \.csv, \.tsv or \.parquet file"):
-        read_rows(tmp_path / "empty", "x")
-    (tmp_path / "x.json").write_text('{"prompt": 1}')
-    with pytest.raises(ValueError, match="must contain a list of rows, it contains a dict"):
-        read_rows(tmp_path / "x.json", "x")
+    for place, message in (
+        (tmp_path / "many", r"it has part00, .*, part07; name the file itself"),
+        (tmp_path / "empty", r"it has no \.jsonl, \.json, \.csv, \.tsv or \.parquet file"),
+        (tmp_path / "x.json", "must contain a list of rows, it contains a dict"),
+        ("", "x is an empty text; name a file, a folder or a hub id, or leave it out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_rows(place, "x")
 
 
 def test_lines_may_have_line_separators_in_strings(tmp_path):
@@ -157,32 +170,15 @@ def test_a_source_without_held_out_rows_has_none(tmp_path):
 
 
 def test_countdown_checks_numbers_and_value():
-    texts = [
-        "(1+2)*3",
-        "1 + 2 * 3 = 7",
-        "1+2*3",
-        "7",
-        "3*2",
-        "1+2+3+1",
-        "2**3-1",
-        "1/0+2+3",
-        "__import__('os')",
-        "1+2*3=8",
-    ]
+    texts = {"1 + 2 * 3 = 7": 1, "1+2*3": 1, "(1+2)*3": 0, "7": 0, "3*2": 0, "1+2+3+1": 0, "2**3-1": 0, "1/0+2+3": 0}
+    texts |= {"__import__('os')": 0, "1+2*3=8": 0}
     completions = [f"<think>.</think><answer>{text}</answer>" for text in texts] + ["1+2*3"]
     found = countdown_correct(completions, [[1, 2, 3]] * len(completions), [7] * len(completions))
-    assert found == [0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert found == [*texts.values(), 0]
     assert countdown_correct(["<answer>8/(3-8/3)</answer>"], [[8, 3, 8, 3]], [24]) == [1.0]
     assert evaluate_expression("(" * 150 + "1" + ")" * 150) is None
     assert evaluate_expression("True+1") is None
     assert problems(3, seed=0) == problems(5, seed=0)[:3]
-
-
-def test_small_rewards():
-    assert near_length(["x" * 18, [{"role": "assistant", "content": "x" * 25}]], target=20) == [-2.0, -5.0]
-    assert strict_xml_format(
-        ["<think>\na\n</think>\n<answer>\n1\n</answer>", "<think>a</think><answer>1</answer>"]
-    ) == [1, 0]
 
 
 # -- fitted to a model
@@ -207,12 +203,10 @@ def base_model(tmp_path_factory):
 
 def test_defaults_are_fitted_to_the_model_and_reported(base_model):
     assert max_positions_of(base_model) == 640
-    assert fitting_length(640, 512, 512) == (
-        320,
-        [
-            "the model has 640 positions: completions have at most 320 tokens instead of the default 512, and prompts "
-            "have the rest"
-        ],
+    length, [note] = fitting_length(640, 512, 512)
+    assert length == 320
+    assert note.startswith(
+        "the model has 640 positions: completions have at most 320 tokens instead of the default 512"
     )
     assert fitting_length(640, 300, 512) == (300, [])
     assert fitting_length(640, 512, 100) == (512, [])
@@ -224,125 +218,56 @@ def test_defaults_are_fitted_to_the_model_and_reported(base_model):
     assert "has no chat template" in notes[0]
 
 
-def test_a_4_bit_model_and_an_adapter_on_it_are_fitted(base_model, tmp_path):
-    model = load_model(base_model)
-    save_model(model, tmp_path / "nf4", weights="nf4")
-    save_adapter(add_adapter(load_model(tmp_path / "nf4"), LoRAConfig(r=2)), tmp_path / "adapter")
-    assert max_positions_of(str(tmp_path / "nf4")) == max_positions_of(str(tmp_path / "adapter")) == 640
-
-
 # -- commands
-
-
-TINY_RUN = "--prompts_per_step 2 --num_generations 2 --max_steps 1 --progress_bar json --learning_rate 1e-3"
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_the_gsm8k_recipe_on_a_model_that_cannot_do_it(base_model, tmp_path, capsys):
-    rows = [*GSM8K_ROWS, {"question": "Long? " * 100, "answer": "#### 1"}]
-    write_jsonl(tmp_path / "data" / "train.jsonl", rows)
-    write_jsonl(tmp_path / "data" / "test.jsonl", rows * 40)
-    argv = f"train --recipe gsm8k --model {base_model} --dataset {tmp_path}/data --output_dir {tmp_path}/run {TINY_RUN}"
-    assert main([*argv.split(), "--eval_max_completion_length", "16"]) == 0
-    out = capsys.readouterr().out
-    assert "the model has 640 positions" in out
-    assert "prompts are written with chat_template 'plain'" in out
-    assert "training: 3 prompts; too long: 1 dropped, 0 cut; completions cut off at the limit" in out
-    assert "eval: 120 prompts; too long: 40 dropped" in out
-    assert "the model cannot do this task: of 120 prompts it solves 0 before and 0 after training" in out
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["train_prompts"] == {"used": 3, "dropped": 1, "truncated": 0}
-    assert result["verdicts"]["eval"].startswith("the model cannot do this task")
-    assert result["sets"]["eval"]["after"]["pass@1"]["high"] < 0.05
 
 
 @pytest.mark.drawn(3, "recipes")
 @pytest.mark.heavy
 def test_eval_command_on_several_sets(base_model, tmp_path, capsys):
-    file = write_jsonl(tmp_path / "test.jsonl", GSM8K_ROWS)
-    common = [
-        "eval",
-        "--recipe",
-        "gsm8k",
-        "--model",
-        base_model,
-        "--max_tokens",
-        "8",
-        "--output_dir",
-        f"{tmp_path}/out",
-    ]
-    sets = [f"one={file}", str(tmp_path)]
-    argv = [*common, "--dataset", *sets, "--n", "4", "--temperature", "1.0", "--limit", "2"]
+    file, out = write_jsonl(tmp_path / "test.jsonl", GSM8K_ROWS), tmp_path / "out"
+    common = f"eval --recipe gsm8k --model {base_model} --max_tokens 8 --output_dir {out}"
+    argv = f"{common} --dataset one={file} {tmp_path} --n 4 --temperature 1.0 --limit 2".split()
     assert main([*argv, "--prompt_overflow", "truncate_left", "--max_prompt_length", "64"]) == 0
-    out = capsys.readouterr().out
-    assert "pass@4" in out
-    assert "maj@4" in out
-    assert "2 cut" in out
-    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    told = capsys.readouterr().out
+    assert all(text in told for text in ("pass@4", "maj@4", "2 cut"))
+    result = json.loads((out / "result.json").read_text())
     [(name, one), (_, other)] = result["sets"].items()
     assert name == "one"
     assert set(one) == set(other) == {"greedy", "sampled"}
     assert one["greedy"]["sampling"]["temperature"] == 0
     assert one["sampled"]["estimates"]["pass@4"]["method"] == "wilson"
     assert one["sampled"]["estimates"]["reward"]["method"] == "student"
-    items = read_items(tmp_path / "out" / "one.sampled.jsonl")
+    items = read_items(out / "one.sampled.jsonl")
     assert [len(item.completions) for item in items] == [4, 4]
     assert items[0].columns["answer"] == "7"
     assert main([*argv, "--prompt_overflow", "drop", "--max_prompt_length", "480", "--no_greedy"]) == 0
-    assert not (tmp_path / "out" / "one.greedy.jsonl").exists()
+    assert not (out / "one.greedy.jsonl").exists()
     assert (tmp_path / "out.1" / "one.greedy.jsonl").exists()
-
-
-@pytest.mark.heavy
-def test_a_reward_that_fails_for_all_held_out_prompts_stops_a_run(base_model, tmp_path, monkeypatch, capsys):
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": text} for text in ("a", "bc", "def")])
-    code = "def short(completions, **_):\n    return [1.0] * (len(completions) - 1)\n"
-    (tmp_path / "own_rewards.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    argv = ["train", "--model", base_model, "--dataset", str(rows), "--eval_dataset", str(rows)]
-    argv += ["--reward_funcs", "own_rewards:short", "--max_completion_length", "8"]
-    assert main([*argv, "--output_dir", str(tmp_path / "run")]) == 1
-    told = capsys.readouterr()
-    assert "'short' failed for every completion of the evaluation before training" in told.err
-    assert "step 1" not in told.out
 
 
 @pytest.mark.drawn(3, "recipes")
 @pytest.mark.heavy
 def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
+    def told(words):
+        assert main(words.split()) == 0
+        return capsys.readouterr().out
+
     rows = [{"prompt": text, "answer": "1"} for text in ("a", "bc", "def")]
-    file = write_jsonl(tmp_path / "test.jsonl", rows)
-    argv = [
-        "eval",
-        "--model",
-        base_model,
-        "--dataset",
-        str(file),
-        "--reward_funcs",
-        "gsm8k_accuracy",
-        "--max_tokens",
-        "8",
-    ]
-    assert main([*argv, "--output_dir", str(tmp_path / "a"), "--weights", "bfloat16", "--kv_cache_gb", "0.01"]) == 0
-    assert main([*argv, "--output_dir", str(tmp_path / "b"), "--max_concurrent_rows", "2"]) == 0
-    capsys.readouterr()
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    out = capsys.readouterr().out
-    assert "test.greedy: 3 common items" in out
-    assert "95 % intervals by Bonett and Price, p-values by McNemar's exact test: pass@1, reward," in out
-    other = write_jsonl(tmp_path / "other.jsonl", rows[:1])
-    more = ["--dataset", str(file), str(other), "--reward_funcs", "gsm8k_accuracy", "xml_count"]
-    assert main([*argv, *more, "--output_dir", str(tmp_path / "c")]) == 0
-    assert "pass@1 needs" not in capsys.readouterr().out
-    of_format = ["--reward_funcs", "think_answer_format", "--output_dir", str(tmp_path / "d")]
-    assert main([*argv, *of_format]) == 0
-    assert "completion: --correctness_reward think_answer_format" in capsys.readouterr().out
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "c")]) == 0
-    out = capsys.readouterr().out
-    assert f"evaluated only in {tmp_path / 'c'}: other.greedy" in out
-    assert f"only in {tmp_path / 'c'}: rewards/xml_count/mean" in out
-    assert main([*argv, "--output_dir", str(tmp_path / "b"), "--reward_weights", "2"]) == 0
+    file, other = write_jsonl(tmp_path / "test.jsonl", rows), write_jsonl(tmp_path / "other.jsonl", rows[:1])
+    evaluate = f"eval --model {base_model} --dataset {file} --reward_funcs gsm8k_accuracy --max_tokens 8 --output_dir "
+    evaluate += f"{tmp_path}/"
+    told(f"{evaluate}a --weights bfloat16 --kv_cache_gb 0.01")
+    told(f"{evaluate}b --max_concurrent_rows 2")
+    found = told(f"compare {tmp_path}/a {tmp_path}/b")
+    assert "test.greedy: 3 common items" in found
+    assert "95 % intervals by Bonett and Price, p-values by McNemar's exact test: pass@1, reward," in found
+    told(f"{evaluate}c --dataset {file} {other} --reward_funcs gsm8k_accuracy xml_count")
+    of_format = told(f"{evaluate}d --reward_funcs think_answer_format")
+    assert "completion: --correctness_reward think_answer_format" in of_format
+    found = told(f"compare {tmp_path}/a {tmp_path}/c")
+    assert f"evaluated only in {tmp_path / 'c'}: other.greedy" in found
+    assert f"only in {tmp_path / 'c'}: rewards/xml_count/mean" in found
+    told(f"{evaluate}b --reward_weights 2")
     assert (tmp_path / "b.1" / "result.json").is_file()
     assert json.loads((tmp_path / "b" / "result.json").read_text())["correctness_reward"] == "gsm8k_accuracy"
 
@@ -351,15 +276,11 @@ def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
     ("argv", "message"),
     [
         (["eval", "--recipe", "gsm8k", "--n", "2"], "at --temperature 0 all completions of a prompt are the same"),
-        (["eval", "--recipe", "gsm8k", "--limit", "0"], "--limit must be at least 1"),
         (["eval", "--dataset", "x.jsonl"], "--model is missing"),
-        (["eval", "--model", "m", "--dataset", "x.jsonl"], "--reward_funcs is missing"),
         (["eval", "--model", "m", "--reward_funcs", "xml_count"], "--dataset is missing"),
         (["eval", "--recipe", "gsm8k", "--dataset", "a=x.jsonl", "a=y.jsonl"], "two evaluation sets have the name 'a'"),
-        (["eval", "--recipe", "gsm8k", "--dataset", "x.jsonl"], "there is no file x.jsonl"),
         (["eval", "--config", "x.yaml"], "there is no --config here: give what it has of --model, --dataset"),
         (["compare", "nowhere", "nothing"], "nowhere is missing"),
-        (["train", "--recipe", "gsm8k", "--model", "nowhere", "--dataset", "x.jsonl"], "there is no file x.jsonl"),
     ],
 )
 def test_mistakes_are_reported_in_one_line(argv, message, capsys):
@@ -369,29 +290,19 @@ def test_mistakes_are_reported_in_one_line(argv, message, capsys):
     assert "Traceback" not in err
 
 
-def test_evaluation_sets_in_a_file(tmp_path):
+def test_evaluation_sets_and_odd_values_in_a_file(tmp_path, capsys):
     file = tmp_path / "run.yaml"
-    file.write_text("recipe: gsm8k\neval_dataset: {a: x.jsonl, b: y.jsonl}\n")
-    assert train_defaults(["--config", str(file)]).eval_dataset == ("a=x.jsonl", "b=y.jsonl")
-    file.write_text("recipe: gsm8k\neval_dataset: x.jsonl\nreward_funcs:\n")
+    file.write_text("recipe: gsm8k\neval_dataset: {a: x.jsonl, b: y.jsonl}\nreward_funcs:\n")
     defaults = train_defaults(["--config", str(file)])
-    assert (defaults.eval_dataset, defaults.reward_funcs) == (("x.jsonl",), None)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("reward_funcs: 5", "reward_funcs must be a list with each a text or None, got (5,)"),
-        ("reward_funcs: {a: b}", "a list with each a text or None, got ({'a': 'b'},)"),
-        ("reward_funcs: [a, 1]", "got ('a', 1)"),
+    assert (defaults.eval_dataset, defaults.reward_funcs) == (("a=x.jsonl", "b=y.jsonl"), None)
+    for line, message in (
+        ("reward_funcs: {a: b}", "reward_funcs must be a list with each a text or None, got ({'a': 'b'},)"),
         ("model: [a]", "model must be a text or None, got ['a']"),
-    ],
-)
-def test_odd_values_in_a_file_are_reported_with_their_key(tmp_path, line, message, capsys):
-    (tmp_path / "run.yaml").write_text(f"recipe: gsm8k\n{line}\n")
-    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
-    assert f"{tmp_path}/run.yaml: " in (err := capsys.readouterr().err)
-    assert message in err
+    ):
+        file.write_text(f"recipe: gsm8k\n{line}\n")
+        assert main(["train", "--config", str(file)]) == 2
+        assert f"{file}: " in (err := capsys.readouterr().err)
+        assert message in err
 
 
 # -- the programs of the documents
@@ -424,22 +335,67 @@ def test_programs_with_the_flags_of_documents(base_model, tmp_path, monkeypatch,
     flags = DOCUMENTED.format(length=64, batch=2) + f" --top_k 50 {more} --temperature 0.9"
     place = f"--repo_id {base_model} --dataset {tmp_path}/data --max_steps 1 --output_dir {tmp_path}/run"
     assert program.main(f"{place} {flags}".split()) == 0
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["report_to"] == ["wandb"]
-    assert (tmp_path / "run" / "tracked.jsonl").exists()
-    assert config["reward_weights"] == weights
+    config, command = (json.loads((tmp_path / "run" / f"{name}.json").read_text()) for name in ("config", "command"))
     expected = {"prompts_per_step": 2, "num_generations": 4, "top_k": 50, "top_p": 0.95, "beta": 0.04, "max_steps": 1}
-    expected |= {"attn_implementation": "plain"}
+    expected |= {"attn_implementation": "plain", "report_to": ["wandb"], "reward_weights": weights}
+    expected |= {"max_completion_length": 64, "num_train_epochs": 3.0, "temperature": 0.9}
     assert {name: config[name] for name in expected} == expected
-    assert (config["max_completion_length"], config["num_train_epochs"], config["temperature"]) == (64, 3.0, 0.9)
-    command = json.loads((tmp_path / "run" / "command.json").read_text())
     assert f"{command['recipe']}_grpo" == program.__name__.rpartition(".")[2]
+    assert (tmp_path / "run" / "tracked.jsonl").exists()
     [line] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {*named, "pass@4"} <= set(line)
 
 
-def test_programs_have_the_flags_of_their_rewards_only(capsys):
-    assert numinamath_grpo.main(["--repo_id", "x", "--xml_reward", "1"]) == 2
-    assert "there is no flag --xml_reward" in capsys.readouterr().err
-    assert numinamath_grpo.main(["--repo_id", "nowhere", "--dataset", "no/x.jsonl"]) == 2
-    assert "numinamath_grpo: train_dataset: there is no file" in capsys.readouterr().err
+SHAPES = (
+    Shape(0, "red", "circle", 5, (0, 0)),
+    Shape(4, "blue", "square", 7, (0, 0)),
+    Shape(8, "red", "square", 6, (1, 0)),
+)
+
+
+def test_what_is_asked_for_is_counted():
+    scene = Scene(SHAPES, 255, "red")
+    assert (scene.question, scene.answer) == ("How many red shapes?", "2")
+    assert scene.description == "red=1 circle;;;;blue square;;;;red=2 square"
+    scene = Scene(SHAPES, 255, "square")
+    assert (scene.question, scene.answer) == ("How many squares?", "2")
+    assert Scene(SHAPES, 255, "green").answer == "0"
+
+
+def test_worked_solutions_get_the_full_reward():
+    drawn = list(itertools.islice(scenes(3), 50))
+    completions = [[{"role": "assistant", "content": scene.worked_solution}] for scene in drawn]
+    assert think_answer_format(completions=completions) == [1.0] * 50
+    assert think_answer_correct(completions=completions, answer=[scene.answer for scene in drawn]) == [1.0] * 50
+    assert len(Counter(scene.answer for scene in drawn)) > 3
+
+
+def test_pictures_show_the_shapes_in_their_cells():
+    pixels = np.asarray(draw(Scene(SHAPES, 230, "circle")))
+    assert pixels.shape == (IMAGE_PIXELS, IMAGE_PIXELS, 3)
+    for cell in range(9):
+        row, column = divmod(cell, 3)
+        middle = pixels[row * CELL_PIXELS + CELL_PIXELS // 2, column * CELL_PIXELS + CELL_PIXELS // 2]
+        shape = next((shape for shape in SHAPES if shape.cell == cell), None)
+        assert tuple(middle) == (COLORS[shape.color] if shape else (230, 230, 230))
+
+
+def test_splits_share_no_picture_and_shorter_lists_are_starts_of_longer_ones():
+    train = {image_bytes(row) for row in generate(200, seed=1)}
+    held_out = {image_bytes(row) for row in generate(200, seed=0, split="held_out")}
+    assert not train & held_out
+    assert [image_bytes(row) for row in generate(5, 1)] == [image_bytes(row) for row in generate(9, 1)][:5]
+    with pytest.raises(ValueError, match="at least 0"):
+        generate(-1, 0)
+
+
+def image_bytes(row):
+    return row["image"].tobytes()
+
+
+def test_rows_of_other_sources_have_a_prompt_an_image_and_an_answer():
+    image = draw(Scene(SHAPES, 255, "red"))
+    row = example({"prompt": "How many red shapes?", "image": image, "answer": 2})
+    assert row == {"prompt": [{"role": "user", "content": "How many red shapes?"}], "image": image, "answer": "2"}
+    with pytest.raises(ValueError, match="needs the columns prompt, image and answer"):
+        example({"prompt": "How many?", "answer": 2})

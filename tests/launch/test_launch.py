@@ -88,17 +88,17 @@ def test_restarts_follow_the_budget_and_the_pauses_double():
         pauses.append(seconds)
         return True
 
-    retries = Retries(failures=2, preemptions=2, first_wait_s=1.0, max_wait_s=5.0)
+    retries = Retries(restarts=2, preemptions=2, backoff_s=16.0)
     outcome = run_with_retries(lambda: Outcome(next(endings), "why", 7), retries, told.append, pause)
-    assert (outcome.ending, outcome.value, pauses) == ("done", 7, [1.0, 2.0, 4.0, 5.0])
-    assert told[0] == "why; restarting in 1 s (1 of at most 2 times)"
+    assert (outcome.ending, outcome.value, pauses) == ("done", 7, [16.0, 32.0, 60.0, 60.0])
+    assert told[0] == "why; restarting in 16 s (1 of at most 2 times)"
     assert Retries().wait_s(10_000) == 60.0
 
 
 @pytest.mark.parametrize(("ending", "attempts"), [("mistake", 1), ("stopped", 1), ("failed", 3), ("preempted", 2)])
 def test_what_is_not_started_again(ending, attempts):
     made = []
-    retries = Retries(failures=2, preemptions=1)
+    retries = Retries(restarts=2, preemptions=1)
     outcome = run_with_retries(
         lambda: made.append(1) or Outcome(ending, "why", 1), retries, lambda _: None, lambda _: True
     )

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.data.test_config_and_data import a_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SLICE, NUM_HOSTS, CHIPS = "v4-64", 8, 4
-QUICK = Retries(failures=1, preemptions=1, first_wait_s=0.1)
+QUICK = Retries(restarts=1, preemptions=1, backoff_s=0.1)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_mistakes_and_spent_budgets_end_with_the_traceback(cluster):
     from groupax.errors import RunError
 
-    @execute(CpuAcceleratorConfig(2, wait_s=120.0), retries=QUICK, grace_s=5.0)
+    @execute(CpuAcceleratorConfig(2, wait_s=120.0), retries=replace(QUICK, grace_s=5.0))
     def mistaken():
         raise ValueError("beta must be positive")
 
@@ -82,7 +83,7 @@ def test_mistakes_and_spent_budgets_end_with_the_traceback(cluster):
 
     told = []
 
-    @execute(CpuAcceleratorConfig(1, wait_s=120.0), retries=QUICK, grace_s=5.0, log=told.append)
+    @execute(CpuAcceleratorConfig(1, wait_s=120.0), retries=replace(QUICK, grace_s=5.0), log=told.append)
     def preempted():
         raise SystemExit(75)
 
@@ -142,7 +143,9 @@ def test_training_goes_on_after_a_lost_node_to_the_same_weights(cluster, tmp_pat
     environment = {"env_vars": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}}
     config = CpuAcceleratorConfig(2, cpus_per_host=2, execution_env=environment, wait_s=300.0)
     steps = 6
-    expected = execute(config, retries=Retries(0, 0))(training)(str(model), str(tmp_path / "undisturbed"), steps)
+    expected = execute(config, retries=Retries(restarts=0, preemptions=0))(training)(
+        str(model), str(tmp_path / "undisturbed"), steps
+    )
     assert [(num, step) for num, step, _ in expected] == [(2, steps)] * 2
     told, lost = [], []
 

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -20,22 +19,10 @@ from groupax.cli.main import main
 from groupax.storage.replacing import MANIFEST
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
+from tests.training.test_memory import LLAMA_8B
 from tests.training.test_trainer import a_trainer
 
 from .test_lora import all_logits, leaves, trained_randomly
-
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-    "rope_theta": 500_000.0,
-    "tie_word_embeddings": False,
-}
 
 
 @pytest.fixture
@@ -49,7 +36,7 @@ def folders(tmp_path):
 
 
 def test_inspect_prints_the_notebooks_line(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     seven = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     for model in (tmp_path, tmp_path / "config.json"):
         assert main(["inspect", str(model), "--lora_r", "8", "--lora_target_modules", *seven]) == 0
@@ -101,21 +88,6 @@ def test_merge_convert_and_quantize(folders, capsys):
     assert not (folder / "x").exists()
 
 
-@pytest.mark.heavy
-def test_a_run_states_itself_in_its_card(tmp_path):
-    trainer = a_trainer(tmp_path, lora_r=2, max_steps=1)
-    trainer.train()
-    card = (tmp_path / "run" / "model" / "README.md").read_text()
-    for part in (
-        "library_name: peft",
-        "| `rewards` | `count_a` |",
-        "| `optimizer steps` | `1` |",
-        "| `adapter: r` | `2` |",
-        "(training samples of the last step)",
-    ):
-        assert part in card
-
-
 def test_a_model_without_a_tokenizer_is_written_without_one(tmp_path, capsys):
     save_model(init_model({**TINY, "model_type": "qwen2"}), tmp_path / "model")
     assert main(["convert", str(tmp_path / "model"), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
@@ -126,32 +98,10 @@ def test_a_model_without_a_tokenizer_is_written_without_one(tmp_path, capsys):
 # -- the hub
 
 
-def test_inspect_an_adapter_of_the_hub_by_its_settings(folders, monkeypatch, capsys):
-    """Reads both from the hub's cache, without weights and without access to the hub."""
-    import huggingface_hub
-
-    folder, model = folders
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "hub"))
-    for name, file in (("base", "config.json"), ("adapter", "adapter_config.json")):
-        content = json.loads((folder / name / file).read_text())
-        if name == "adapter":
-            content["base_model_name_or_path"] = "me/base"
-        snapshot = folder / "hub" / f"models--me--{name}" / "snapshots" / ("0" * 40)
-        snapshot.mkdir(parents=True)
-        (snapshot / file).write_text(json.dumps(content))
-        (snapshot.parents[1] / "refs").mkdir()
-        (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
-    assert main(["inspect", "me/adapter"]) == 0
-    trained = sum(x.size for x in leaves(model.adapter.trained))
-    assert f"trainable params: {trained:,} ||" in capsys.readouterr().out
-    assert main(["inspect", "me/base"]) == 0
-    assert "trainable%: 100.0000" in capsys.readouterr().out
-
-
 class Hub(BaseHTTPRequestHandler):
     """A server with the subset of the hub's HTTP API that an upload needs.
 
-    Files are in `repos` only after their commit. `drop` is the number of uploads whose connection breaks in the middle.
+    Files are in `repos` only after their commit.
     """
 
     protocol_version = "HTTP/1.1"
@@ -246,11 +196,6 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_PUT(self):
         hub = self.server
-        if hub.drop:
-            hub.drop -= 1
-            self.rfile.read(100)
-            self.connection.close()
-            return
         body = self.body()
         assert hashlib.sha256(body).hexdigest() == self.path.rpartition("/")[2]
         hub.blobs[self.path.rpartition("/")[2]] = body
@@ -262,7 +207,7 @@ class Hub(BaseHTTPRequestHandler):
 def hub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.repos, server.private, server.blobs, server.requests = {}, {}, {}, []
-    server.drop = server.num_puts = 0
+    server.num_puts = 0
     server.refuse_commits = False
     server.handle_error = lambda *_: None
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -308,26 +253,17 @@ def test_push_uploads_every_file_privately(folders, hub):
 @pytest.mark.heavy
 def test_a_wrong_token_and_none(folders, hub):
     folder, _ = folders
-    for token, message in (("wrong", "refuses the token; check HF_TOKEN (status 401"), ("", "there is no token")):
+    for token, message in (("wrong", "refuses the upload to me/adapter (status 401"), ("", "there is no token")):
         failed = push(hub, folder / "adapter", "me/adapter", token=token)
         assert failed.returncode == 2
         assert message in failed.stderr
         assert "Traceback" not in failed.stderr
     failed = push(hub, folder / "adapter", "other/adapter")
     assert failed.returncode == 2
-    assert "may not write to other/adapter" in failed.stderr
+    assert "refuses the upload to other/adapter (status 403" in failed.stderr
     failed = push(hub, folder / "adapter", "me/mo del")
     assert "is not a valid repository name" in failed.stderr
     assert not hub.repos
-
-
-@pytest.mark.heavy
-def test_a_connection_that_drops_once_is_not_noticed(folders, hub):
-    folder, _ = folders
-    hub.drop = 1
-    done = push(hub, folder / "base", "me/base")
-    assert done.returncode == 0, done.stderr
-    assert hub.repos["me/base"]["model.safetensors"] == (folder / "base" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.heavy
@@ -346,20 +282,6 @@ def test_an_upload_that_broke_off_goes_on(folders, hub):
     assert push(hub, folder / "base", "me/base").returncode == 0
     assert hub.num_puts == 1, "what had arrived is not sent again"
     assert hub.repos["me/base"] == uploaded(folder / "base")
-
-
-@pytest.mark.long
-def test_a_lost_connection_is_reported(folders, hub):
-    folder, _ = folders
-    hub.drop = 1000
-    started_s = time.perf_counter()
-    failed = push(hub, folder / "base", "me/base")
-    assert failed.returncode == 1
-    assert "the upload of" in failed.stderr
-    assert "was interrupted" in failed.stderr
-    assert "Traceback" not in failed.stderr
-    assert time.perf_counter() - started_s < 100
-    assert not hub.repos
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # of the hub's own client

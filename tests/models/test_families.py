@@ -8,32 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from groupax import Engine, SamplingParams, init_model, load_model, save_model
 from groupax.models.attention import attend
-from groupax.models.config import ClampedSwiglu, DynamicRope, Experts, LongRope, Rope
-from groupax.models.decoder import causal_hidden, forward, head_weights, logits
-from groupax.models.execution import Execution
-from groupax.models.experts import Routing, load_balancing_loss, loop_over_experts, ragged_experts, route
-from groupax.models.families import FAMILIES, NEAREST, TEXT_PARTS, VISION_FAMILIES, read_config, text_config
-from groupax.models.flops import activation_bytes_per_token, forward_flops
+from groupax.models.config import LongRope
+from groupax.models.decoder import causal_hidden, forward, head_weights
+from groupax.models.experts import Routing, load_balancing_loss, route
+from groupax.models.families import FAMILIES, read_config, text_config
 from groupax.models.layers import vocabulary_logits
-from groupax.models.logprobs import token_logprobs
 from groupax.models.rope import frequencies
 from groupax.models.specs import layer_specs
 from groupax.models.weights.quantize import decoding_params
 from groupax.models.weights.tensor_files import TensorFile, own_tensors
-from groupax.objective.aggregation import Denominators
-from groupax.parallel.mesh import make_mesh, num_data_shards
-from groupax.settings.objective import ObjectiveSettings
-from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
-from groupax.training.batch import pack
-from groupax.training.optimizer import make_optimizer, make_schedule
+from groupax.parallel.mesh import make_mesh
+from groupax.rewards.model import RewardModel
 from groupax.training.state import cast_params
-from groupax.training.step import ROUTER_LOSS, all_reduce, micro_step, shard_batch, zero_grads
-from groupax.types import Row
-from tests.conftest import LATENTS, one_device_mesh, rest_heavy
+from groupax.training.step import ROUTER_LOSS
+from tests.conftest import assert_trees_match, one_device_mesh
 
 BASE = {
     "vocab_size": 96,
@@ -54,16 +45,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.0, 2.0, 3.0, 5.0]}
 MOE = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
 SLIDING, FULL = "sliding_attention", "full_attention"
-DELTA = {
-    "full_attention_interval": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 8,
-}
 
-# Settings of each family, at least three, unusual ones among them.
+# Settings of families, unusual ones among them; `test_random_families` draws those of the others.
 CONFIGS = {
     "llama": [
         {"tie_word_embeddings": True, "rope_parameters": LINEAR},
@@ -73,22 +56,18 @@ CONFIGS = {
         {"rope_parameters": YARN | {"truncate": False, "beta_fast": 8.0, "mscale": 0.7, "mscale_all_dim": 1.3}},
     ],
     "mistral": [
-        {"sliding_window": 8},
         {"sliding_window": None, "head_dim": 10, "tie_word_embeddings": True},
         {"sliding_window": 17, "num_key_value_heads": 1, "rope_parameters": YARN},
     ],
     "qwen2": [
-        {"tie_word_embeddings": True},
         {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
         {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": YARN | {"attention_factor": 1.5}},
     ],
     "qwen3": [
-        {"head_dim": 16, "tie_word_embeddings": True},
         {"head_dim": 10, "attention_bias": True, "num_key_value_heads": 4},
         {"head_dim": 8, "use_sliding_window": True, "sliding_window": 9, "layer_types": [SLIDING, FULL]},
     ],
     "cohere": [
-        {},
         {"use_qk_norm": True, "logit_scale": 0.5, "num_key_value_heads": 1},
         {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 4, "rope_parameters": LINEAR},
     ],
@@ -118,22 +97,18 @@ CONFIGS = {
         {"hidden_size": 64, "partial_rotary_factor": 0.5, "num_key_value_heads": 1, "tie_word_embeddings": True},
     ],
     "olmo2": [
-        {},
         {"num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
         {"attention_bias": True, "num_key_value_heads": 4, "rope_parameters": DYNAMIC},
     ],
     "smollm3": [
-        {"no_rope_layers": [1, 0]},
         {"num_hidden_layers": 4, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6, "num_key_value_heads": 1},
     ],
     "granite": [
-        {"attention_multiplier": 0.2, "logits_scaling": 4.0},
         {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1, "attention_bias": True},
         {"num_key_value_heads": 1, "mlp_bias": True, "tie_word_embeddings": True, "attention_multiplier": 0.35},
     ],
     "mixtral": [
-        {"num_local_experts": 4, **MOE},
         {"num_local_experts": 3, **MOE, "sliding_window": 9, "num_key_value_heads": 1, "tie_word_embeddings": True},
         {"num_local_experts": 5, **MOE, "num_experts_per_tok": 1, "head_dim": 10, "rope_parameters": LINEAR},
     ],
@@ -151,27 +126,6 @@ CONFIGS = {
             "attention_bias": True,
         },
     ],
-    "deepseek_v3": [
-        {
-            **LATENTS,
-            "num_hidden_layers": 3,
-            "n_routed_experts": 8,
-            "n_group": 4,
-            "topk_group": 2,
-            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
-        }
-    ],
-    "olmo3": [
-        {
-            "sliding_window": 8,
-            "layer_types": [SLIDING, FULL],
-            "rope_parameters": {FULL: YARN | {"rope_theta": 1e6}, SLIDING: {"rope_theta": 1e3}},
-        }
-    ],
-    "exaone4": [{"sliding_window": 7, "layer_types": [SLIDING, FULL], "head_dim": 10}],
-    "seed_oss": [{"head_dim": 12, "attention_out_bias": True, "mlp_bias": True}],
-    "ministral3": [{"head_dim": 8, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}}],
-    "glm4": [{"head_dim": 12, "num_key_value_heads": 1}],
     "glm4_moe": [
         {
             "num_hidden_layers": 3,
@@ -197,52 +151,7 @@ CONFIGS = {
             "rope_parameters": YARN | {"truncate": False},
         }
     ],
-    "llama4_text": [
-        {
-            "head_dim": 8,
-            "num_hidden_layers": 3,
-            "intermediate_size_mlp": 40,
-            "num_local_experts": 3,
-            "no_rope_layer_interval": 2,
-            "interleave_moe_layer_step": 2,
-            "attention_chunk_size": 12,
-            "floor_scale": 8,
-        }
-    ],
-    "lfm2": [{"layer_types": ["conv", FULL], "block_multiple_of": 16, "conv_L_cache": 4}],
-    "lfm2_moe": [
-        {
-            "num_hidden_layers": 3,
-            "layer_types": [FULL, "conv", "conv"],
-            "num_dense_layers": 2,
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "routed_scaling_factor": 1.5,
-        }
-    ],
-    "qwen3_next": [
-        {
-            **DELTA,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 20,
-            "decoder_sparse_step": 2,
-        }
-    ],
-    "qwen3_5_text": [{**DELTA, "linear_num_value_heads": 2, "attention_bias": True}],
-    "qwen3_5_moe_text": [
-        {
-            **DELTA,
-            "num_experts": 4,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 20,
-        }
-    ],
 }
-# Families with five random configurations in `test_random_families`.
 RANDOM = (
     *("deepseek_v3", "exaone4", "glm4", "glm4_moe", "gpt_oss", "lfm2", "lfm2_moe", "llama4_text", "ministral3"),
     *("olmo3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss"),
@@ -252,30 +161,7 @@ LENGTHS = (50, 37, 3)
 
 
 def test_every_family_has_cases():
-    assert set(CONFIGS) == set(FAMILIES)
-    assert min(len(changes) for family, changes in CONFIGS.items() if family not in RANDOM) >= 3
-
-
-LOADED = [("mistral", 0), ("gemma3_text", 0), ("phi3", 0), ("smollm3", 2), ("mixtral", 1)]
-
-
-@pytest.mark.drawn(1)
-@pytest.mark.heavy
-@pytest.mark.parametrize(("family", "index"), rest_heavy(LOADED))
-def test_saved_models_load_with_their_windows(tmp_path, family, index):
-    model = init_model({**BASE, "model_type": family, **CONFIGS[family][index]}, seed=2)
-    save_model(model, tmp_path / "model")
-    again = load_model(tmp_path / "model")
-    for a, b in zip(jax.tree.leaves(model.params), jax.tree.leaves(again.params), strict=True):
-        np.testing.assert_array_equal(a, b)
-    tokens = np.random.default_rng(0).integers(3, 96, (1, 40)).astype(np.int32)
-    changed = tokens.copy()
-    changed[0, 5] += 1
-    a, b = (np.asarray(logits(model.config, model.params, jnp.asarray(each)))[0] for each in (tokens, changed))
-    reach = 40 if None in model.config.windows else 5 + sum(window - 1 for window in model.config.windows) + 1
-    np.testing.assert_array_equal(a[:5], b[:5])
-    assert np.abs(a[5] - b[5]).max() > 0
-    np.testing.assert_allclose(a[reach:], b[reach:], atol=1e-6)
+    assert {*CONFIGS, *RANDOM} == set(FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -292,29 +178,12 @@ def test_the_load_balancing_loss_of_a_file_is_the_default(family, config, coef):
 
 
 @pytest.mark.heavy
-def test_names_in_files_are_those_of_the_families(tmp_path):
-    phi = init_model({**BASE, "model_type": "phi3"})
-    tensors = load_file(save_model(phi, tmp_path / "phi") / "model.safetensors")
-    qkv = np.concatenate([phi.params["layers"][1][name] for name in "qkv"])
-    np.testing.assert_array_equal(tensors["model.layers.1.self_attn.qkv_proj.weight"], qkv)
-    assert tensors["model.layers.0.mlp.gate_up_proj.weight"].shape == (128, 32)
-    mixtral = init_model({**BASE, "model_type": "mixtral", "num_local_experts": 3, **MOE})
-    tensors = load_file(save_model(mixtral, tmp_path / "mixtral") / "model.safetensors")
-    w3 = tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
-    np.testing.assert_array_equal(w3, mixtral.params["layers"][1]["expert_up"][2])
-    (tmp_path / "mixtral" / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="no safetensors"):
-        load_model(tmp_path / "mixtral")
-
-
-@pytest.mark.heavy
 def test_fused_and_stacked_weights_are_placed_as_the_mesh_says(tmp_path):
     mesh = make_mesh((1, 2, 2, 1, 1))
     for family, change in (("phi3", {}), ("mixtral", {"num_local_experts": 4, **MOE})):
         model = init_model({**BASE, "model_type": family, **change}, seed=1)
         again = load_model(save_model(model, tmp_path / family), mesh=mesh)
-        for a, b in zip(jax.tree.leaves(model.params), jax.tree.leaves(again.params), strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_trees_match(model.params, again.params)
     assert again.params["layers"][0]["expert_up"].addressable_shards[0].data.shape == (2, 64, 16)
 
 
@@ -344,89 +213,7 @@ def test_two_tables_that_differ_are_refused(family, change):
         read_config({**hf, "rope_scaling": yarn})
 
 
-def test_two_tables_that_agree_are_one():
-    hf = {**BASE, "model_type": "llama", "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5}}
-    both = {**hf, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert read_config(both) == read_config(hf) == read_config({**hf, "rope_scaling": None})
-
-
-def test_the_base_grows_with_the_context_beyond_the_original():
-    rope = Rope(theta=1e4, dims=8, scaling=DynamicRope(2.0, 100))
-    np.testing.assert_array_equal(frequencies(rope, 50), frequencies(Rope(theta=1e4, dims=8), 50))
-    grown = Rope(theta=1e4 * 3 ** (8 / 6), dims=8)  # 2 * 200 / 100 - 1
-    np.testing.assert_allclose(frequencies(rope, 200), frequencies(grown, 200), rtol=1e-6)
-
-
-# -- softcaps
-
-
-@pytest.mark.heavy
-def test_softcapped_log_probs_are_those_of_a_dense_softmax():
-    rng = np.random.default_rng(0)
-    hidden, head = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((23, 8), (50, 8)))
-    targets = jnp.asarray(rng.integers(0, 50, 23), jnp.int32)
-    weights = jnp.asarray(rng.normal(size=23), jnp.float32)
-
-    def dense(hidden, head):
-        logp = jax.nn.log_softmax(3.0 * jnp.tanh(hidden @ head.T / 3.0) / 0.7)
-        return jnp.take_along_axis(logp, targets[:, None], axis=1)[:, 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)
-
-    def ours(hidden, head):
-        return token_logprobs(hidden, head, targets, 0.7, softcap=3.0)
-
-    for a, b in zip(ours(hidden, head), dense(hidden, head), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-    of_ours, of_dense = (
-        jax.grad(lambda h, w, f=f: jnp.sum(f(h, w)[0] * weights) + jnp.sum(f(h, w)[1]), argnums=(0, 1))(hidden, head)
-        for f in (ours, dense)
-    )
-    for a, b in zip(of_ours, of_dense, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4)
-
-
 # -- mixtures of experts
-
-
-@pytest.mark.drawn(1)
-@pytest.mark.heavy
-@pytest.mark.parametrize(("has_bias", "weighs_inputs"), [(False, False), (False, True), (True, False)])
-def test_both_ways_through_the_experts_are_the_sum_over_them(has_bias, weighs_inputs):
-    rng = np.random.default_rng(0)
-    x, *matrices = (
-        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((11, 8), (5, 6, 8), (5, 6, 8), (5, 8, 6))
-    )
-    gate, up, down = matrices
-    biases = tuple(jnp.asarray(rng.normal(size=(5, 6)), jnp.float32) if has_bias else None for _ in range(2))
-    chosen = jnp.asarray(np.argsort(rng.random((11, 5)))[:, :2], jnp.int32)
-    weights = jnp.asarray(rng.random((11, 2)), jnp.float32)
-    activation = ClampedSwiglu(1.3, 2.0) if has_bias else "silu"
-
-    def expert(x, w, e):
-        x, w = (w * x, 1.0) if weighs_inputs else (x, w)
-        gated, upper = x @ gate[e].T, x @ up[e].T
-        if not has_bias:
-            return w * (jax.nn.silu(gated) * upper) @ down[e].T
-        gated, upper = jnp.minimum(gated + biases[0][e], 2.0), jnp.clip(upper + biases[1][e], -2.0, 2.0)
-        return w * ((upper + 1.0) * gated * jax.nn.sigmoid(1.3 * gated)) @ down[e].T
-
-    expected = [
-        sum(expert(row, w, e) for w, e in zip(ws, es, strict=True))
-        for row, ws, es in zip(x, weights, chosen, strict=True)
-    ]
-
-    def through(way):
-        def loss(x, weights, matrices, biases):
-            out = way(x, weights, chosen, matrices, biases, activation, weighs_inputs)
-            return jnp.sum(jnp.square(out)), out
-
-        return jax.value_and_grad(loss, range(4), has_aux=True)(x, weights, tuple(matrices), biases)
-
-    (_, out), gradients = through(ragged_experts)
-    (_, other), other_gradients = through(loop_over_experts)
-    np.testing.assert_allclose(out, expected, atol=1e-4)
-    np.testing.assert_allclose(other, expected, atol=1e-4)
-    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(other_gradients), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
 
 
 def test_the_load_balancing_loss_counts_real_tokens_of_all_layers():
@@ -442,53 +229,17 @@ def test_the_load_balancing_loss_counts_real_tokens_of_all_layers():
     assert float(load_balancing_loss([even], jnp.ones(4, bool))) == pytest.approx(2.0)
 
 
-@pytest.mark.drawn(1)
 @pytest.mark.heavy
-@pytest.mark.parametrize("coef", [None, 0.0, 3.0])
-def test_the_router_loss_is_added_whatever_the_number_of_devices(coef):
+def test_the_router_loss_counts_as_much_as_the_setting_says():
     hf = {**BASE, "model_type": "mixtral", "num_local_experts": 4, **MOE, "num_hidden_layers": 1}
-    rng = np.random.default_rng(1)
-    rows = []
-    for group, prompt_length in enumerate((3, 9, 5, 7)):
-        for length in (6, 11):
-            mask, tokens, zeros = np.ones(length, bool), rng.integers(0, 96, length), np.zeros(length)
-            rows.append(Row(group, rng.integers(0, 96, prompt_length), tokens, mask, zeros, zeros))
-    settings = ObjectiveSettings(router_aux_loss_coef=coef)
-    counts = Denominators(jnp.float32(len(rows)), jnp.float32(sum(len(row.completion) for row in rows)))
-
-    def totals_on(mesh):
-        model = init_model(hf, seed=1, mesh=mesh)
-        totals = zero_grads(model.params, config=model.config, settings=settings, mesh=mesh)
-        (part,), _ = pack(rows, num_data_shards(mesh), 4096, share_prefix="never")
-        static = {"config": model.config, "settings": settings, "mesh": mesh, "execution": Execution("full")}
-        batch = shard_batch(part.batch, mesh)
-        totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), **static)
-        return all_reduce(totals, config=model.config, mesh=mesh)
-
-    one, four = totals_on(one_device_mesh()), totals_on(make_mesh())
-    balance = float(one.metrics.sums[ROUTER_LOSS]) / float(counts.num_tokens)
+    losses = {}
+    for coef in (None, 0.0, 3.0):
+        metrics = after_updates(init_model(hf, mesh=one_device_mesh()), router_aux_loss_coef=coef, beta=0.0)[1]
+        losses[coef] = metrics["loss"]
+    balance = metrics[ROUTER_LOSS]
     assert 2.0 < balance < 2.5
-    assert float(one.loss) == pytest.approx((0.02 if coef is None else coef) * balance, rel=1e-5)
-    assert float(four.loss) == pytest.approx(float(one.loss), rel=1e-5)
-    for a, b in zip(jax.tree.leaves(one.grads), jax.tree.leaves(four.grads), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
-    assert (float(jnp.abs(one.grads["layers"][0]["router"]).max()) > 0) == (coef != 0.0)
-
-
-def test_sigmoid_routers_choose_by_corrected_scores_within_the_best_groups():
-    """Each token's experts and weights are those of a loop over tokens in numpy."""
-    rng = np.random.default_rng(0)
-    logits, correction = rng.normal(size=(40, 6)).astype(np.float32), rng.normal(size=6).astype(np.float32)
-    settings = {"num": 6, "per_token": 3, "ffn_size": 8, "norm_topk_prob": True, "layers": (0,), "scale": 2.5}
-    groups = {"scores": "sigmoid", "has_correction": True, "num_groups": 3, "groups_per_token": 2}
-    weights, routing = route(Experts(**settings, **groups), jnp.asarray(logits), jnp.asarray(correction))
-    for token, own_weights, chosen in zip(logits, np.asarray(weights), np.asarray(routing.chosen), strict=True):
-        scores = 1 / (1 + np.exp(-token))
-        corrected = (scores + correction).reshape(3, 2)
-        corrected[np.argmin(corrected.sum(axis=1))] = -np.inf
-        best = np.argsort(-corrected.reshape(-1))[:3]
-        np.testing.assert_array_equal(chosen, best)
-        np.testing.assert_allclose(own_weights, 2.5 * scores[best] / scores[best].sum(), rtol=1e-5)
+    assert losses[3.0] - losses[0.0] == pytest.approx(3.0 * balance, rel=1e-4)
+    assert losses[None] - losses[0.0] == pytest.approx(0.02 * balance, rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -517,24 +268,9 @@ def test_a_routers_correction_stays_in_float32_and_is_not_trained():
     np.testing.assert_array_equal(slope(jnp.arange(6.0)), 0.0)
 
 
-OF_THE_SAME_MAKER = {
-    "deepseek_v2": "deepseek_v3",
-    "gemma4": "gemma3",
-    "glm4_moe_lite": "glm4_moe",
-    "qwen2_5_vl": "qwen3_vl",
-}
-
-
 @pytest.mark.parametrize("model_type", ["mamba", "", "9b", 3, None])
 def test_a_family_without_a_near_one_is_refused_with_all_that_are_supported(model_type):
     with pytest.raises(ValueError, match=r"model_type \S+ is not supported; supported are cohere, "):
-        read_config({**BASE, "model_type": model_type})
-
-
-@pytest.mark.parametrize(("model_type", "nearest"), (NEAREST | OF_THE_SAME_MAKER).items())
-def test_a_family_that_is_not_supported_is_refused_with_the_nearest(model_type, nearest):
-    assert nearest in {**FAMILIES, **VISION_FAMILIES, **TEXT_PARTS}
-    with pytest.raises(ValueError, match=rf"'{model_type}' is not supported \(nearest is {nearest}\); supported are"):
         read_config({**BASE, "model_type": model_type})
 
 
@@ -549,10 +285,11 @@ def test_tensors_of_a_text_part_have_the_names_of_a_text_model(caplog):
     assert (text["architectures"], text["eos_token_id"]) == (["MistralForCausalLM"], 2)
     names = ["language_model.model.norm.weight", "model.language_model.layers.1.mlp.up_proj.weight", "lm_head.weight"]
     file = TensorFile(Path("model.safetensors"))
+    file.get_slice = str  # what is asked for
     images = ["vision_tower.embeddings.weight", "model.multi_modal_projector.weight"]
     found = own_tensors(hf, own, dict.fromkeys([*names, *images, "other"], file), Path("folder"))
     assert list(found) == ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight", "other"]
-    assert found["model.norm.weight"].stored_names == {"model.norm.weight": names[0]}
+    assert found["model.norm.weight"].get_slice("model.norm.weight") == names[0]
     assert "2 of its 6 tensors" in caplog.text
 
 
@@ -576,39 +313,6 @@ def test_layers_that_predict_tokens_ahead_are_left_out():
 def test_models_with_images_whose_text_part_is_not_supported_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         read_config({"model_type": "mistral3", "text_config": {}, **change})
-
-
-# -- costs
-
-
-def test_costs_count_the_experts_of_a_token_and_the_columns_of_a_window():
-    def config(**change):
-        return read_config({**BASE, "model_type": "mixtral", "num_local_experts": 8, **MOE, **change})
-
-    one, two = (forward_flops(config(num_experts_per_tok=n), [(0, [1])]) for n in (1, 2))
-    assert two - one == 2 * 2 * 3 * 32 * 64  # two layers, two per entry of three matrices
-    whole, window = (forward_flops(config(sliding_window=w), [(10, [5])]) for w in (None, 4))
-    per_column = 2 * 4 * 4 * 8
-    assert whole - window == per_column * (15 * 16 // 2 - (4 * 5 // 2 + 11 * 4))
-    bytes_of = [activation_bytes_per_token(config(num_experts_per_tok=n), 4, "dots") for n in (1, 2)]
-    assert bytes_of[0] < bytes_of[1] < 2 * bytes_of[0]
-
-
-def test_8_bits_leave_routers_and_experts_alone():
-    hf = {**BASE, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 24, **MOE, "head_dim": 8}
-    model = init_model(hf)
-    layer = Engine(model.config, model.params, model.mesh, (), weights="int8").params["layers"][0]
-    assert {name for name, weight in layer.items() if hasattr(weight, "qvalue")} == {"q", "k", "v", "o"}
-
-
-def test_norms_with_a_row_for_each_head_are_no_matrices():
-    params = init_model({**BASE, "model_type": "cohere", "use_qk_norm": True}).params
-    settings = OptimizerSettings(weight_decay=0.5, max_grad_norm=0.0)
-    optimizer = make_optimizer(settings, make_schedule(LearningRateSettings(learning_rate=0.1), 10))
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
-    assert float(jnp.abs(updates["layers"][0]["q_norm"]).max()) == 0
-    assert float(jnp.abs(updates["layers"][0]["q"]).max()) > 0
 
 
 # -- against PyTorch
@@ -673,8 +377,7 @@ def our_logits(model, rows, length):
 
 
 def check_logits(ours, theirs, atol=1e-4):
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(a, b, atol=atol, rtol=0)
+    assert_trees_match(ours, theirs, atol=atol, rtol=0)
 
 
 @pytest.mark.drawn(9)
@@ -750,3 +453,58 @@ def routed_logits(model, tokens):
     flat = jnp.asarray(tokens[0], jnp.int32)
     hidden, _, routings = forward(model.config, model.params, flat, jnp.arange(len(flat)), attend_causally)
     return hidden, routings
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+def test_the_real_model_survives_load_save_load(stories, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reference = np.load(stories / "greedy_reference.npz")
+    folder = save_model(load_model(stories), tmp_path / "model")
+    tokens = torch.tensor(reference["tokens"][None].astype(np.int64))
+    with torch.no_grad():
+        out, theirs = (AutoModelForCausalLM.from_pretrained(each)(tokens).logits[0] for each in (folder, stories))
+    np.testing.assert_allclose(out, reference["logits"], atol=1e-4)
+    np.testing.assert_allclose(out, theirs, atol=1e-6)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_a_reward_model_scores_as_in_transformers(tmp_path, model_type):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForSequenceClassification
+
+    architecture = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model_type]
+    config = {**TINY, "model_type": model_type, "head_dim": 8, "vocab_size": 13, "pad_token_id": 0}
+    config |= {
+        "architectures": [f"{architecture}ForSequenceClassification"],
+        "num_labels": 1,
+        "id2label": {"0": "reward"},
+    }
+    model = init_model(config, seed=4)
+    params = {**model.params, "score": 50.0 * model.params["score"]}
+    params["layers"] = [{k: 8.0 * v for k, v in layer.items()} for layer in params["layers"]]
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    folder = save_model(
+        type(model)(model.config, params, model.mesh, model.hf_config, {}), tmp_path / "model", tokenizer
+    )
+    rows = rollouts_of(["abc", "b", "cab" * 30, "hig" * 7, ""])
+    # given, because transformers reads any tokenizer in the folder of a Qwen 2 model as its own kind
+    ours = RewardModel(folder, tokenizer).rewards(rows)
+
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    ids = [tokenizer(row.prompt + row.text)["input_ids"] for row in rows]
+    longest = max(map(len, ids))
+    with torch.no_grad():
+        padded = torch.tensor([row + [0] * (longest - len(row)) for row in ids])
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids])
+        hidden = theirs.model(input_ids=padded, attention_mask=mask).last_hidden_state
+        expected = theirs.score(hidden)[torch.arange(len(ids)), mask.sum(1) - 1, 0].numpy()
+        alone = [theirs(input_ids=torch.tensor([row])).logits[0, 0].item() for row in ids]
+    np.testing.assert_allclose(ours, expected, atol=1e-4)
+    np.testing.assert_allclose(ours, alone, atol=1e-4)
+    assert np.ptp(ours) > 0.1

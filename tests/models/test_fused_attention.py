@@ -1,5 +1,5 @@
 """Attention by kernels gives what the plain form gives. On this CPU the kernels' work is done by other operations:
-splash's by pallas' interpreter, and of cuDNN's only the call is the same, which XLA then computes."""
+splash's by pallas' interpreter, cuDNN's by XLA."""
 
 import subprocess
 import sys
@@ -11,25 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from groupax import GRPOConfig, init_model
 from groupax.models import attention
 from groupax.models.attention import Prompts
 from groupax.models.config import AttentionConfig
-from groupax.models.execution import FusedAttention, execution_for
+from groupax.models.execution import FusedAttention
 from groupax.models.families import read_config
 from groupax.models.kernels import fused_attention, splash
 from groupax.models.kernels.fused_attention import select_fused_attention
 from groupax.models.weights.checkpoint import reshard
-from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import make_mesh
 from groupax.runs.build import learner_settings
-from groupax.training.batch import attention_cost_with, pack
 from groupax.training.learner import Learner
-from groupax.training.step import micro_step, shard_batch, zero_grads
 from groupax.types import Row
-from tests.conftest import TINY, one_device_mesh, rest_heavy
+from tests.conftest import TINY, assert_trees_match, one_device_mesh
 
 KERNELS = {
     "splash": partial(splash.attend, interpret=True),
@@ -63,8 +59,7 @@ def assert_alike(kernel, plain, arrays, counts):
         return jax.value_and_grad(of, argnums=tuple(range(len(arrays))), has_aux=True)
 
     ((_, out), gradients), ((_, expected), expected_gradients) = (loss(each)(*arrays) for each in (kernel, plain))
-    for got, wanted in zip((out, *gradients), (expected, *expected_gradients), strict=True):
-        np.testing.assert_allclose(got, wanted, atol=1e-5, rtol=1e-5)
+    assert_trees_match((out, *gradients), (expected, *expected_gradients), atol=1e-5, rtol=1e-5)
 
 
 # queries, columns of the prompt, query and key heads, their dims, how they attend
@@ -122,45 +117,6 @@ def test_sinks_add_to_the_sums_of_splash_too():
     assert_alike(behind(behind_prompts("splash")), behind(attention.attend_with_prompt), (*rows, *prompts, sinks), True)
 
 
-@pytest.mark.drawn(1)
-@pytest.mark.heavy
-@pytest.mark.parametrize("kernel", ["plain", *KERNELS])
-def test_the_last_queries_alone_get_what_they_get_among_all(kernel):
-    attn, starts = AttentionConfig(0.125, window=30), jnp.array([0, 7, 24])
-    q, *others = draw(0, 3, 40, 4, 64), draw(1, 3, 40, 2, 64), draw(2, 3, 40, 2, 64)
-    others += [Prompts(draw(3, 3, 24, 2, 64), draw(4, 3, 24, 2, 64), starts)]
-    plain = attention.attend_with_prompt
-    attend = plain if kernel == "plain" else behind_prompts(kernel)
-    out = attend(q[:, 24:], *others, attn)
-    np.testing.assert_allclose(out, plain(q, *others, attn)[:, 24:], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.drawn(1)
-@pytest.mark.heavy
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("window", rest_heavy([3, None]))
-def test_padding_is_finite_and_so_are_its_gradients(kernel, window):
-    """A prompt that is nothing but padding, and columns that fill up a block, whatever comes back for them."""
-    q, k, v = draw(0, 2, 20, 2, 64), draw(1, 2, 20, 1, 64), draw(2, 2, 20, 1, 64)
-    attend, attn = KERNELS[kernel], AttentionConfig(0.125, window=window)
-
-    def loss(*arrays):
-        return jnp.sum(jnp.square(attend(*arrays, jnp.array([20, 5]), attn)))
-
-    value, gradients = jax.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
-    assert np.isfinite(value)
-    assert all(np.isfinite(gradient).all() for gradient in gradients)
-
-
-@pytest.mark.parametrize(("length", "size"), [(16, 128), (128, 128), (192, 256), (384, 384), (640, 384), (768, 384)])
-def test_blocks_fill_up_little(length, size):
-    assert splash.block_size(length) == size
-
-
-def test_long_rows_have_blocks_of_512():
-    assert {splash.block_size(length) for length in (512, 1024, 1536, 2048, 4096, 16_384)} == {512}
-
-
 # -- in the update
 
 
@@ -189,12 +145,10 @@ def after_update(model, attends, **settings):
 def assert_same_update(model, attends, reshard=None, **settings):
     plain, of_plain, logps = after_update(model, None, **settings)
     fused, of_fused, fused_logps = after_update(reshard or model, attends, **settings)
-    for a, b in zip(logps, fused_logps, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert_trees_match(logps, fused_logps, atol=1e-5)
     for name in ("loss", "grad_norm", "entropy"):
         assert of_fused[name] == pytest.approx(of_plain[name], rel=1e-5, abs=1e-6), name
-    for a, b in zip(*(jax.tree.leaves(learner.state.params) for learner in (plain, fused)), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5, rtol=0)
+    assert_trees_match(*(learner.state.params for learner in (plain, fused)), atol=1e-5, rtol=0)
 
 
 def a_model(**change):
@@ -202,87 +156,28 @@ def a_model(**change):
     return replace(model, params=jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, model.params))
 
 
-@pytest.mark.drawn(1)
-@pytest.mark.heavy
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_an_update_by_a_kernel_is_the_same_update(kernel):
-    assert_same_update(a_model(), FusedAttention(kernel, emulated=True))
+GEMMA = {"model_type": "gemma2", "sliding_window": 100, "query_pre_attn_scalar": 8, "head_dim": 8}
+UPDATES = {
+    "splash": ({}, {}, None),
+    "cudnn": ({}, {}, None),
+    "windows-and-softcaps": ({**GEMMA, "attn_logit_softcapping": 5.0}, {}, None),
+    "split-heads": ({"num_hidden_layers": 1}, {}, (1, 2, 1, 2, 1)),
+    **{way: ({}, {"gradient_checkpointing": way, "scan_layers": True}, None) for way in ("full", "dots", "all_dots")},
+}
+LONG_UPDATES = ("split-heads", "full", "dots", "all_dots")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("checkpointing", ["full", "dots", "all_dots"])
-def test_layers_that_are_computed_again_and_loops_have_kernels_too(checkpointing):
-    settings = {"gradient_checkpointing": checkpointing, "scan_layers": True}
-    assert_same_update(a_model(), FusedAttention("splash", emulated=True), **settings)
-
-
-@pytest.mark.drawn(3, "fused")
-@pytest.mark.heavy
-def test_windows_and_softcaps_of_a_family():
-    change = {"model_type": "gemma2", "sliding_window": 100, "query_pre_attn_scalar": 8, "head_dim": 8}
-    assert_same_update(a_model(**change, attn_logit_softcapping=5.0), FusedAttention("splash", emulated=True))
-
-
-@pytest.mark.long
-def test_devices_that_split_heads_have_kernels_of_their_own_ones():
-    model = a_model(num_hidden_layers=1)
-    split = reshard(model, make_mesh((1, 2, 1, 2, 1)))
-    assert_same_update(model, FusedAttention("splash", emulated=True), split)
-
-
-@pytest.mark.drawn(3, "fused")
-@pytest.mark.heavy
-def test_narrow_tiles_stay_plain(monkeypatch):
-    def unexpected(*_):
-        raise AssertionError
-
-    monkeypatch.setattr(splash, "attend", unexpected)
-    monkeypatch.setattr(fused_attention, "cudnn_attend", unexpected)
-    q, k, starts = draw(0, 1, 127, 2, 64), draw(1, 1, 127, 1, 64), jnp.array([3])
-    short, kernels = AttentionConfig(0.1), {name: FusedAttention(name) for name in ("splash", "cudnn")}
-    wide, prompt = draw(2, 1, 128, 1, 64), draw(3, 1, 1024, 1, 64)
-    fused_attention.attend(q, k, k, starts, short, kernels["splash"])
-    fused_attention.attend_with_prompt(q, k, k, Prompts(k, k, starts), short, kernels["splash"])
-    fused_attention.attend_with_prompt(wide, wide, wide, Prompts(prompt, prompt, starts), short, kernels["cudnn"])
-    for x, name in ((prompt, "splash"), (wide, "cudnn")):
-        with pytest.raises(AssertionError):
-            fused_attention.attend_with_prompt(wide, wide, wide, Prompts(x, x, starts), short, kernels[name])
-
-
-@pytest.mark.drawn(3, "fused")
-@pytest.mark.heavy
-def test_cudnns_calls_are_lowered_for_a_gpu(monkeypatch):
-    """As far as that goes without one: jax asks cuDNN for its version first, which is answered for it here, and nothing
-    compiles or runs what it then asks of XLA."""
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000)
-    change = {"model_type": "mistral", "sliding_window": 100, "head_dim": 64, "max_position_embeddings": 512}
-    config, mesh = read_config({**TINY, **change}), one_device_mesh()
-    settings = learner_settings(GRPOConfig()).objective
-    place = NamedSharding(mesh, PartitionSpec())
-
-    def shapes(tree, dtype=None):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place), tree)
-
-    params = shapes(jax.eval_shape(lambda: init_model({**TINY, **change}, mesh=mesh).params), jnp.bfloat16)
-    static = {"config": config, "settings": settings, "mesh": mesh}
-    totals = jax.eval_shape(lambda params: zero_grads(params, **static), params)
-    [part, *_] = pack(long_rows(96), 1, 4096, (), "always", (200, 200), attention_cost_with(FusedAttention("cudnn")))[0]
-    scalar = jnp.float32(1)
-    traced = micro_step.trace(
-        params,
-        shapes(totals),
-        shard_batch(part.batch, mesh),
-        Denominators(scalar, scalar),
-        scalar,
-        **static,
-        execution=execution_for("gpu", "none", attention=FusedAttention("cudnn")),
-    )
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "__cudnn$fmhaSoftmax(" in text
-    assert "__cudnn$fmhaSoftmaxBackward(" in text
-    assert "sliding_window_length\\22: 100" in text
-    assert "mask_type\\22: \\22CAUSAL" in text
-    assert "PADDING" not in text
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=getattr(pytest.mark, "long" if each in LONG_UPDATES else "heavy")) for each in UPDATES],
+)
+def test_an_update_by_a_kernel_is_the_same_update(name):
+    change, settings, mesh = UPDATES[name]
+    model = a_model(**change)
+    split = None if mesh is None else reshard(model, make_mesh(mesh))
+    kernel = "cudnn" if name == "cudnn" else "splash"
+    assert_same_update(model, FusedAttention(kernel, emulated=True), split, **settings)
 
 
 # -- the rule
@@ -343,8 +238,6 @@ def test_where_there_is_none_auto_is_plain_and_fused_an_error(device, change, dt
 def test_a_run_is_refused_before_it_starts(tiny_model):
     with pytest.raises(ValueError, match="'fused', but there is no fused attention for a cpu device"):
         Learner(tiny_model, learner_settings(GRPOConfig(attn_implementation="fused")), 1)
-    with pytest.raises(ValueError, match="attn_implementation must be one of auto, plain, fused, got 'flash'"):
-        GRPOConfig(attn_implementation="flash")
     for asked in ("auto", "plain"):
         assert (
             Learner(tiny_model, learner_settings(GRPOConfig(attn_implementation=asked)), 1).execution.attention is None

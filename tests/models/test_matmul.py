@@ -1,4 +1,4 @@
-"""Products of factors of fewer bits, their gradients, and the memory that programs take."""
+"""Products of factors of fewer bits, of 4-bit and of grouped matrices, norms, and the memory that programs take."""
 
 import os
 import subprocess
@@ -10,8 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax.models.matmul import cpu_multiplies_bfloat16, dense_linear, matmul, matmul_nt
-from tests.conftest import rest_heavy
+from groupax.models import decoder, experts
+from groupax.models.config import ClampedSwiglu
+from groupax.models.decoder import _norm_heads
+from groupax.models.experts import loop_over_experts, ragged_experts
+from groupax.models.families import read_config
+from groupax.models.kernels.grouped_matmul import grouped_matmul
+from groupax.models.kernels.nf4_matmul import MAX_ROWS, can_multiply, nf4_matmul_nt
+from groupax.models.layers import NORMS
+from groupax.models.matmul import cpu_multiplies_bfloat16, matmul, matmul_nt
+from groupax.models.weights.nf4 import dequantize_nf4, quantize_nf4
+from tests.conftest import TINY, assert_trees_match, rest_heavy
 
 
 def factors(*shapes, dtype=jnp.bfloat16):
@@ -55,17 +64,6 @@ def test_products_of_bfloat16_add_up_in_float32(kind_of_cpu, batch, M, K, N, tra
         )
 
 
-def test_a_linear_layer_keeps_leading_dims_and_dtype(kind_of_cpu):
-    x, weight = factors((2, 3, 8), (5, 8))
-    y = dense_linear(x, weight)
-    assert y.shape == (2, 3, 5)
-    assert y.dtype == jnp.bfloat16
-    np.testing.assert_allclose(
-        np.asarray(y, np.float32), np.einsum("abi,oi->abo", *(np.asarray(each, np.float32) for each in (x, weight))),
-        rtol=0.01, atol=0.01,
-    )  # fmt: skip
-
-
 @pytest.mark.optimized
 @pytest.mark.heavy
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the page faults of Linux")
@@ -95,3 +93,182 @@ def test_a_programs_memory_is_used_again_unless_the_environment_says_otherwise(c
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     num_new = int(run.stdout.split()[-1])  # of 40 times; some, until the pieces are where they fit again
     assert num_new > 35 if chosen else num_new < 20
+
+
+# -- by matrices of 4 bits
+
+# Outputs and inputs: one block, a part of a tile, several scales of scales, blocks that do not fill the last step.
+MATRICES = [(32, 64), (17, 128), (100, 192), (160, 832)]
+
+
+def a_matrix(shape):
+    numbers = np.random.default_rng(0).normal(size=shape) * np.linspace(0.1, 3.0, shape[0])[:, None]
+    return quantize_nf4(jnp.asarray(numbers, jnp.float32))
+
+
+def some_rows(num_rows, num_inputs, dtype):
+    return jnp.asarray(np.random.default_rng(1).normal(size=(num_rows, num_inputs)), dtype)
+
+
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_rows", rest_heavy([16, 1, 130]))
+@pytest.mark.parametrize(
+    "shape", [MATRICES[0], *(pytest.param(each, marks=pytest.mark.heavy) for each in MATRICES[1:])], ids=str
+)
+def test_the_kernel_multiplies_by_the_dequantized_matrix(shape, num_rows, dtype):
+    weight, x = a_matrix(shape), some_rows(num_rows, shape[1], dtype)
+    exact = np.asarray(x, np.float64) @ np.asarray(dequantize_nf4(weight, x.dtype), np.float64).T
+    ours = np.asarray(nf4_matmul_nt(x, weight, interpret=True), np.float64)
+    rounding = 2.0**-8 if dtype == "bfloat16" else 1e-5
+    np.testing.assert_allclose(ours, exact, rtol=rounding, atol=rounding * np.abs(exact).max() / 10)
+
+
+@pytest.mark.heavy
+def test_many_rows_and_scales_across_rows_are_left_to_the_compiler():
+    assert can_multiply(some_rows(MAX_ROWS, 64, "float32"), a_matrix((4, 64)))
+    assert not can_multiply(some_rows(MAX_ROWS + 1, 64, "float32"), a_matrix((4, 64)))
+    assert not can_multiply(some_rows(1, 96, "float32"), a_matrix((4, 96)))
+
+
+# -- of rows with the matrices of their groups: pallas emulates the kernels for GPUs on this CPU
+
+MANY = np.bincount(np.random.default_rng(0).integers(0, 128, 150), minlength=128)
+# rows, their dims, the matrices' other dims, sizes of the groups
+CASES = {
+    "ragged, empty, rows after the last": (300, 48, 150, [0, 151, 0, 140, 0]),
+    "whole tiles": (64, 64, 16, [16, 32, 16]),
+    "one group": (33, 130, 40, [33]),
+    "all empty": (20, 16, 16, [0, 0]),
+    "many": (150, 20, 36, MANY),
+}
+
+
+def emulate_kernels(monkeypatch):
+    """Lets mixtures of experts be traced as for a GPU, with emulated kernels."""
+    monkeypatch.setattr(experts, "traced_platform", lambda: "gpu")
+    monkeypatch.setattr(experts, "_grouped_matmul", lambda *arrays: grouped_matmul(*arrays, True))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", rest_heavy(list(CASES)))
+def test_the_kernels_multiply_each_row_by_its_groups_matrix_in_both_directions(case, dtype):
+    num_rows, num_in, num_out, sizes = CASES[case]
+    rng = np.random.default_rng(0)
+    rows, weights, cotangent = (
+        jnp.asarray(rng.normal(size=shape), dtype)
+        for shape in ((num_rows, num_in), (len(sizes), num_out, num_in), (num_rows, num_out))
+    )
+    out, pull_back = jax.vjp(lambda *of: grouped_matmul(*of, jnp.asarray(sizes), True), rows, weights)
+    d_rows, d_weights = pull_back(cotangent)
+    assert {each.dtype for each in (out, d_rows, d_weights)} == {jnp.dtype(dtype)}
+
+    expected = [np.zeros(each.shape) for each in (out, rows, weights)]
+    x, w, g = (np.asarray(each, np.float64) for each in (rows, weights, cotangent))
+    ends = np.cumsum(sizes)
+    for group, (start, end) in enumerate(zip(ends - sizes, ends, strict=True)):
+        expected[0][start:end] = x[start:end] @ w[group].T
+        expected[1][start:end] = g[start:end] @ w[group]
+        expected[2][group] = g[start:end].T @ x[start:end]
+    # sums are in float32 and rounded once
+    rounding = 2.0**-8 if dtype == "bfloat16" else 0.0
+    for ours, exact in zip((out, d_rows, d_weights), expected, strict=True):
+        np.testing.assert_allclose(np.asarray(ours, np.float64), exact, rtol=rounding, atol=1e-4)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("biased", "weighs_inputs", "remote"), [(False, False, True), (False, True, False), (True, False, False)]
+)
+def test_all_ways_through_the_experts_are_the_sum_over_them(monkeypatch, biased, weighs_inputs, remote):
+    """Some choices are experts of other devices, which contribute nothing here."""
+    rng = np.random.default_rng(0)
+    shapes = (40, 16), (40, 3), (5, 24, 16), (5, 24, 16), (5, 16, 24)
+    x, weights, gate, up, down = (jnp.asarray(rng.normal(size=shape) / 4, jnp.float32) for shape in shapes)
+    biases = tuple(jnp.asarray(rng.normal(size=(5, 24)), jnp.float32) if biased else None for _ in range(2))
+    chosen = jnp.asarray(np.argsort(rng.random((40, 9 if remote else 5)))[:, :3] - 2 * remote, jnp.int32)
+    activation = ClampedSwiglu(1.3, 2.0) if biased else "silu"
+
+    def expert(x, w, e):
+        x, w = (w * x, 1.0) if weighs_inputs else (x, w)
+        gated, upper = x @ gate[e].T, x @ up[e].T
+        if not biased:
+            return w * (jax.nn.silu(gated) * upper) @ down[e].T
+        gated, upper = jnp.minimum(gated + biases[0][e], 2.0), jnp.clip(upper + biases[1][e], -2.0, 2.0)
+        return w * ((upper + 1.0) * gated * jax.nn.sigmoid(1.3 * gated)) @ down[e].T
+
+    def through(way, **options):
+        def loss(x, weights, matrices, biases):
+            out = way(x, weights, chosen, matrices, biases, activation, weighs_inputs, **options)
+            return jnp.sum(jnp.square(out)), out
+
+        return jax.value_and_grad(loss, range(4), has_aux=True)(x, weights, (gate, up, down), biases)
+
+    looped, sorted_by_expert = through(loop_over_experts), through(ragged_experts, has_remote=remote)
+    rows = zip(x, weights, np.asarray(chosen), strict=True)
+    own = [[(row, w, e) for w, e in zip(ws, es, strict=True) if 0 <= e < 5] for row, ws, es in rows]
+    expected = [sum((expert(*each) for each in those), jnp.zeros(16)) for those in own]
+    np.testing.assert_allclose(looped[0][1], expected, atol=1e-4)
+    assert_trees_match(sorted_by_expert, looped, rtol=1e-3, atol=1e-4)
+    emulate_kernels(monkeypatch)
+    assert_trees_match(through(ragged_experts, has_remote=remote), looped, rtol=1e-3, atol=1e-4)
+
+
+# -- norms
+
+
+EPS = 1e-5
+# shapes of x and of a weight: tokens, heads that share a weight, heads that each have one
+SHAPES = {"tokens": ((6, 40), (40,)), "head": ((6, 4, 16), (16,)), "each_head": ((6, 4, 16), (4, 16))}
+
+
+def plain_norm(kind, x, weight):
+    """Computes a norm by its definition, in the dtype of its inputs."""
+    x = x - x.mean(-1, keepdims=True) if kind == "layer" else x
+    factor = 1 + weight if kind == "zero_centered_rms" else weight
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + EPS) * jnp.broadcast_to(factor, x.shape)
+
+
+def inputs(shapes, dtype):
+    rng = np.random.default_rng(0)
+    of_x, of_weight = shapes
+    x, cotangent = (rng.normal(0.3, 1.5, of_x) for _ in range(2))
+    return tuple(jnp.asarray(each, dtype) for each in (x, rng.normal(1, 0.5, of_weight), cotangent))
+
+
+def value_and_gradients(norm, x, weight, cotangent):
+    y, backward = jax.vjp(norm, x, weight)
+    return (y, *backward(cotangent))
+
+
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_and_their_gradients_follow_their_formulas_in_float64(kind, shape, dtype):
+    given = inputs(SHAPES[shape], dtype)
+    ours = jax.jit(lambda *given: value_and_gradients(lambda x, weight: NORMS[kind](x, weight, EPS), *given))(*given)
+    assert [each.dtype for each in ours] == [dtype] * 3
+    with jax.enable_x64(True):
+        wide = (jnp.asarray(np.asarray(each, np.float64)) for each in given)
+        exact = value_and_gradients(lambda x, weight: plain_norm(kind, x, weight), *wide)
+        exact = [np.asarray(each) for each in exact]
+    tolerance = 2e-6 if dtype == jnp.float32 else 0.01
+    for own, true in zip(ours, exact, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(own, np.float64), true, rtol=tolerance, atol=tolerance * np.abs(true).max()
+        )
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("shared", [True, False], ids=["shared-weight", "weight-per-head"])
+def test_heads_that_are_normed_together_get_the_same_norms(shared, monkeypatch):
+    config = read_config({**TINY, "model_type": "qwen3"})
+    q, k = (jax.random.normal(jax.random.key(heads), (7, heads, 16)) for heads in (6, 2))
+    weights = [jax.random.normal(jax.random.key(9), x.shape[2 if shared else 1 :]) for x in (q, k)]
+    apart = _norm_heads(config, q, k, *weights)
+    monkeypatch.setattr(decoder, "traced_platform", lambda: "gpu")
+    together = _norm_heads(config, q, k, *weights)
+    assert_trees_match(together, apart)

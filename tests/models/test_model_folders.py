@@ -19,16 +19,15 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 import groupax
-from groupax import GRPOConfig, LoRAConfig, SFTConfig, add_adapter, init_model, load_model, save_adapter, save_model
+from groupax import GRPOConfig, LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
 from groupax.cli.main import main
 from groupax.compat.hf import CausalLM
 from groupax.data.tokenizer import load_tokenizer
-from groupax.models.families import read_config
 from groupax.models.flops import find_config
 from groupax.models.weights.saving import source_folders
 from groupax.rewards.model import RewardModel
-from groupax.runs.model_card import SFT, derived_card, license_of, run_card
-from groupax.storage.model_json import CONFIG, GENERATION, MAX_LAYERS
+from groupax.runs.model_card import derived_card, license_of, run_card
+from groupax.storage.model_json import CONFIG, GENERATION
 from groupax.storage.replacing import MANIFEST, ForeignFilesError, check_destination, replacing_folder
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
@@ -138,26 +137,12 @@ def both(*changes):
     return change
 
 
-def rules(**parts):
-    """Gives the tokenizer other rules."""
-    return config("tokenizer.json", **parts)
-
-
-def replaced(*patterns):
-    """Returns rules of which each replaces a pattern by a thousand "a"."""
-    return [{"type": "Replace", "pattern": {"String": each}, "content": "a" * 1000} for each in (*patterns, *"aaa")]
-
-
 def linked(name, target="/etc/passwd"):
     def change(folder):
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(target)
 
     return change
-
-
-def filled(value, name="model.norm.weight"):
-    return tensors(lambda found: found | {name: np.full_like(found[name], value)})
 
 
 def one_bad(found):
@@ -176,8 +161,6 @@ def in_both(whole):
     return whole | dict.fromkeys(list(whole)[:1], "b.safetensors")
 
 
-ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-ROPE |= {"original_max_position_embeddings": 64}
 EMBED = "model.embed_tokens.weight"
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -186,40 +169,20 @@ BAD = {
     "layers: 10**9": (config(num_hidden_layers=10**9), "num_hidden_layers=1000000000; it must be a whole number"),
     "layers: 200": (config(num_hidden_layers=200), r"describes a model of 1,802 tensors \(200 layers\)"),
     "layers: one too many": (config(num_hidden_layers=3), "lacks 9 weights"),
-    "layers: one too few": (config(num_hidden_layers=1), "not part of a"),
     "layers: missing": (removed("config.json", "num_hidden_layers"), "lacks num_hidden_layers"),
     "hidden_size: 64.5": (config(hidden_size=64.5), r"hidden_size=64\.5; it must be a whole number"),
     "hidden_size: 10**9": (config(hidden_size=10**9), "has shape"),
-    "hidden_size: 0": (config(hidden_size=0), "hidden_size=0"),
-    "hidden_size: infinite": (config(hidden_size=float("inf")), "hidden_size=inf"),
-    "vocab_size: 10**12": (config(vocab_size=10**12), "vocab_size=1000000000000"),
     "vocab_size: a number of 5,000 digits": (
         raw("config.json", '{"model_type": "llama", "vocab_size": ' + "9" * 5000 + "}"),
         NOT_JSON,
     ),
-    "heads: 3": (config(num_attention_heads=3), "multiple of num_kv_heads"),
-    "head_dim: odd": (config(head_dim=7), "even number of dims"),
-    "positions: 0": (config(max_position_embeddings=0), "max_position_embeddings=0"),
     # numbers
     "eps: -1": (config(rms_norm_eps=-1), "rms_norm_eps=-1; it must be a finite number above 0"),
-    "eps: NaN": (config(rms_norm_eps=float("nan")), "rms_norm_eps=nan"),
     "theta: NaN": (config(rope_theta=float("nan")), "rope_theta=nan"),
     "rope: factor 0": (config(rope_scaling={"type": "linear", "factor": 0}), "factor=0; it must be a finite number"),
-    "rope: factor missing": (config(rope_scaling={"type": "linear"}), "lacks factor"),
-    "rope: type unknown": (config(rope_scaling={"type": "spiral"}), "'spiral' is not supported"),
     "rope: type a list": (config(rope_scaling={"type": ["linear"]}), r"type=\['linear'\]"),
     "rope: text": (config(rope_scaling="linear"), "rope_scaling of config.json is 'linear'; it must be an object"),
-    "rope: context 0": (
-        config(rope_parameters=ROPE | {"original_max_position_embeddings": 0}),
-        "original_max_position_embeddings=0",
-    ),
-    "rope: factors of longrope": (
-        config(rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": "x"}),
-        "long_factor='x'",
-    ),
-    "partial_rotary_factor: 1e-9": (config(partial_rotary_factor=1e-9), "supports only 1"),
     # words
-    "model_type: unknown": (config(model_type="gpt5"), "'gpt5' is not supported"),
     "model_type: list": (config(model_type=["llama"]), r"\['llama'\] is not supported"),
     "model_type: control characters": (config(model_type="\x1b[2Jllama\u202e"), r"'\\x1b\[2Jllama\\u202e'"),
     "model_type: half a surrogate pair": (raw("config.json", '{"model_type": "\\ud800"}'), r"'\\ud800'"),
@@ -229,9 +192,7 @@ BAD = {
     "dtype: unknown": (config(dtype="int8"), "dtype='int8'; it must be float32, bfloat16 or float16"),
     "eos_token_id: text": (config(eos_token_id="x"), "eos_token_id='x'"),
     "generation: temperature": (config("generation_config.json", temperature="hot"), "temperature='hot'"),
-    "generation: [1]": (raw("generation_config.json", "[1]"), "must contain a JSON object"),
     # config.json as a file
-    "config: empty": (raw("config.json", ""), NOT_JSON),
     "config: not UTF-8": (raw("config.json", b"\xff\xfe{}"), NOT_JSON),
     "config: a list": (raw("config.json", "[1]"), "must contain a JSON object, it contains a list"),
     "config: deep": (raw("config.json", DEEP), NOT_JSON),
@@ -243,7 +204,6 @@ BAD = {
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
         "a pickle, which is never loaded",
     ),
-    "weights: empty": (raw("model.safetensors", ""), DAMAGED),
     "weights: not safetensors": (raw("model.safetensors", b"\x80\x04" + b"x" * 500), DAMAGED),
     "weights: cut off": (
         lambda folder: os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 9),
@@ -254,9 +214,7 @@ BAD = {
     "weights: dtype unknown": (header(lambda h: h | {EMBED: h[EMBED] | {"dtype": "Q4"}}), DAMAGED),
     "weights: another shape": (tensors(lambda t: t | {EMBED: np.zeros((13, 31), np.float32)}), "has shape"),
     "weights: integers": (tensors(lambda t: t | {EMBED: t[EMBED].astype(np.int32)}), "has dtype I32"),
-    "weights: NaN": (filled(np.nan), "32 numbers of 32 that are infinite or NaN"),
     "weights: one NaN": (tensors(one_bad), "has 1 numbers of 2,048 that are infinite or NaN"),
-    "weights: one lacks": (tensors(lambda t: {k: v for k, v in t.items() if "q_proj" not in k}), "lacks 2 weights"),
     "weights: one unknown": (tensors(lambda t: t | {"x\x1b[2J": np.zeros(1, np.float32)}), r"'x\\x1b\[2J'"),
     "weights: a link out": (linked("model.safetensors"), "is a link out of the model's folder"),
     # the index of several files
@@ -264,15 +222,9 @@ BAD = {
         with_index(lambda m: dict.fromkeys(m, "../../../../etc/passwd")),
         "names '../../../../etc/passwd', which is not a safetensors file in its folder",
     ),
-    "index: null character": (
-        with_index(lambda m: dict.fromkeys(m, "a\0.safetensors")),
-        "not a safetensors file in its",
-    ),
     "index: a missing file": (with_index(lambda m: m | {"x": "c.safetensors"}), r"names c\.safetensors, which is mis"),
     "index: other file": (with_index(in_both), "says that 'b.safetensors' contains"),
-    "index: no map": (raw("model.safetensors.index.json", "{}"), "weight_map=None; it must be an object"),
     "index: map a list": (raw("model.safetensors.index.json", '{"weight_map": ["a"]}'), r"weight_map=\['a'\]"),
-    "index: not JSON": (raw("model.safetensors.index.json", "{"), NOT_JSON),
     "two sets: a file and shards": (
         both(copied("model.safetensors", "kept"), with_index(lambda m: m), copied("kept", "model.safetensors")),
         "two sets of weights, model.safetensors and the shards of",
@@ -305,20 +257,9 @@ BAD = {
         rules(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}),
         "for which PanicException: Onig: Regex search error: retry-limit-in-match over",
     ),
-    "tokenizer: []": (raw("tokenizer.json", "[]"), r"tokenizer\.json must contain a JSON object"),
-    "tokenizer: deep": (raw("tokenizer.json", DEEP), rf"tokenizer\.json {NOT_JSON}"),
     "tokenizer: a number for a model": (config("tokenizer.json", model=3), "no tokenizer that transformers can load"),
     "tokenizer: missing": (removed("tokenizer.json"), "it has none of tokenizer.json"),
-    "tokenizer: a link out": (linked("tokenizer.json"), "is a link out of the model's folder"),
     "tokenizer: card a link out": (linked("README.md"), "is a link out of the model's folder"),
-    "tokenizer config: [1]": (
-        raw("tokenizer_config.json", "[1]"),
-        r"tokenizer_config\.json must contain a JSON object",
-    ),
-    "tokenizer config: code": (
-        config("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]}, tokenizer_class="Evil"),
-        "Python code of the folder .*never runs",
-    ),
     "tokenizer config: files elsewhere": (
         config("tokenizer_config.json", fast_tokenizer_files=["../tokenizer.1.0.json"]),
         "not one of its files",
@@ -328,9 +269,7 @@ BAD = {
 
 BAD_ADAPTER = {
     "a whole model too": (copied("adapter_model.safetensors", "model.safetensors"), "an adapter .* and a whole model"),
-    "settings: deep": (raw("adapter_config.json", DEEP), NOT_JSON),
     "base: missing": (removed("adapter_config.json", "base_model_name_or_path"), "does not name the adapter's base"),
-    "base: null character": (config("adapter_config.json", base_model_name_or_path="a\0b"), "null character"),
     "base: nowhere": (config("adapter_config.json", base_model_name_or_path="/nowhere"), "neither a model folder"),
     "rank: text": (config("adapter_config.json", r="2"), "r='2'"),
     "rank: 10**9": (config("adapter_config.json", r=10**9), "has shape"),
@@ -340,18 +279,11 @@ BAD_ADAPTER = {
         config("adapter_config.json", target_modules="(.|.)*(.|.)*(.|.)*(.|.)*!"),
         "takes longer than|matches no module",
     ),
-    "targets: unknown": (config("adapter_config.json", target_modules=["x_proj"]), "not a module of the model"),
     "weights: missing": (removed("adapter_model.safetensors"), "pickled adapters are never loaded"),
-    "weights: damaged": (raw("adapter_model.safetensors", b"x" * 99), DAMAGED),
     "weights: NaN": (
         tensors(lambda t: {k: np.full_like(v, np.nan) for k, v in t.items()}, "adapter_model.safetensors"),
         "infinite or NaN",
     ),
-    "weights: integers": (
-        tensors(lambda t: {k: v.astype(np.int32) for k, v in t.items()}, "adapter_model.safetensors"),
-        "has dtype I32",
-    ),
-    "weights: a link out": (linked("adapter_model.safetensors"), "is a link out of the model's folder"),
 }
 
 QUANTIZED = "model.layers.0.self_attn.q_proj.weight"
@@ -361,7 +293,6 @@ BAD_NF4 = {
         tensors(lambda t: t | {QUANTIZED: t[QUANTIZED][:-1]}),
         r"numbers of uint8; a weight of this shape has",
     ),
-    "codes as numbers": (tensors(lambda t: t | {QUANTIZED: t[QUANTIZED].astype(np.float32)}), "numbers of float32"),
     "codes as 8-bit floats": (
         header(lambda h: h | {QUANTIZED: h[QUANTIZED] | {"dtype": "F8_E4M3"}}),
         "has a dtype other than U8 and F32",
@@ -374,39 +305,24 @@ BAD_NF4 = {
         tensors(lambda t: t | {f"{QUANTIZED}.nested_absmax": t[f"{QUANTIZED}.nested_absmax"] * np.nan}),
         "scales that are not finite",
     ),
-    "state a list": (tensors(lambda t: t | {STATE: np.frombuffer(b"[1]", np.uint8)}), "is not quantized to nf4"),
     "state no JSON": (tensors(lambda t: t | {STATE: np.frombuffer(b"\xff{", np.uint8)}), "is not a 4-bit weight"),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_folder_is_refused_with_the_reason(good, tmp_path, name, recwarn):
-    change, message = BAD[name]
-    folder = shutil.copytree(good / "base", tmp_path / "model")
+TABLES = {"base": BAD, "adapter": BAD_ADAPTER, "nf4": BAD_NF4}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, table in TABLES.items() for name in table])
+def test_a_bad_folder_is_refused_with_the_reason(good, tmp_path, kind, name, recwarn):
+    change, message = TABLES[kind][name]
+    folder = shutil.copytree(good / kind, tmp_path / "model")
     change(folder)
     with pytest.raises(ValueError, match=message) as refusal:
         load(folder)
-    assert str(folder) in str(refusal.value)
+    if kind == "base":
+        assert str(folder) in str(refusal.value)
     assert len(str(refusal.value)) < 1500
     assert str(refusal.value).isprintable() or "\n" in str(refusal.value)
-
-
-@pytest.mark.parametrize("name", BAD_ADAPTER)
-def test_a_bad_adapter_is_refused_with_the_reason(good, tmp_path, name):
-    change, message = BAD_ADAPTER[name]
-    folder = shutil.copytree(good / "adapter", tmp_path / "model")
-    change(folder)
-    with pytest.raises(ValueError, match=message):
-        load(folder)
-
-
-@pytest.mark.parametrize("name", BAD_NF4)
-def test_bad_weights_of_4_bits_are_refused_with_the_reason(good, tmp_path, name):
-    change, message = BAD_NF4[name]
-    folder = shutil.copytree(good / "nf4", tmp_path / "model")
-    change(folder)
-    with pytest.raises(ValueError, match=message):
-        load_model(folder)
 
 
 def test_a_reward_model_refuses_tokens_that_it_does_not_have(good):
@@ -463,14 +379,6 @@ def test_every_key_that_a_family_reads_has_its_kind():
     assert len(read) > 30
     assert read <= CONFIG.keys()
     assert {"eos_token_id", "temperature"} <= GENERATION.keys()
-
-
-def test_a_config_alone_is_not_counted_up_to():
-    with pytest.raises(ValueError, match="num_hidden_layers"):
-        read_config({**TINY, "num_hidden_layers": 10**9})
-    for name in ("mixtral", "qwen3_moe", "smollm3", "gemma3_text", "cohere2"):
-        with pytest.raises(ValueError, match="num_hidden_layers"):
-            read_config({**TINY, "model_type": name, "num_hidden_layers": MAX_LAYERS + 1})
 
 
 # -- code of a folder never runs
@@ -599,23 +507,12 @@ def test_a_model_is_never_written_over_its_own_source(good, tmp_path, capsys, mo
     (tmp_path / "link").symlink_to(base)
     monkeypatch.chdir(tmp_path)
     before = contents(tmp_path)
-    for folder in (
-        base,
-        "base",
-        "base/",
-        "./base/../base",
-        tmp_path / "link",
-        "link/half",
-        base / "half",
-        tmp_path,
-        ".",
-    ):
+    for folder in (base, "./base/../base", tmp_path / "link", "link/half", base / "half", "."):
         for command in ("convert", "quantize"):
             assert "its own source" in refused(lambda to, c=command: main([c, "base", str(to)]), folder, capsys)
-        with pytest.raises(ValueError, match="its own source"):
-            save_model(load_model("base"), folder)
-        with pytest.raises(ValueError, match="its own source"):
-            CausalLM(load_model(base)).save_pretrained(folder)
+        for save in (lambda to: save_model(load_model("base"), to), CausalLM(load_model(base)).save_pretrained):
+            with pytest.raises(ValueError, match="its own source"):
+                save(folder)
     for folder in (base, adapter, adapter / "merged"):
         assert "its own source" in refused(lambda to: main(["merge", str(adapter), str(to)]), folder, capsys)
         with pytest.raises(ValueError, match="its own source"):
@@ -633,14 +530,6 @@ def test_the_working_folder_is_not_replaced(good, tmp_path, monkeypatch):
         save_model(load_model(good / "base"), "a\0b")
 
 
-def test_a_link_to_a_folder_is_followed(good, tmp_path):
-    (tmp_path / "link").symlink_to("target")
-    for _ in range(2):
-        save_model(load_model(good / "base"), tmp_path / "link")
-        assert (tmp_path / "link").is_symlink()
-        assert (tmp_path / "target" / "config.json").is_file()
-
-
 def test_a_run_refuses_a_foreign_model_folder_before_training(tmp_path):
     folder = project(tmp_path / "run" / "model")
     before = contents(folder)
@@ -648,26 +537,6 @@ def test_a_run_refuses_a_foreign_model_folder_before_training(tmp_path):
         a_trainer(tmp_path, max_steps=1).train()
     assert contents(folder) == before
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_a_save_into_the_midst_of_other_files_adds_to_them(good, tmp_path, monkeypatch):
-    """Saves tokenizer and model into one folder repeatedly, as scripts for transformers do."""
-    model, tokenizer = CausalLM(load_model(good / "base")), load_tokenizer(good / "base")
-    folder = tmp_path / "out"
-    (folder / "runs").mkdir(parents=True)
-    tokenizer.save_pretrained(folder)
-    for _ in range(2):
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    load(folder)
-    assert (folder / "runs").is_dir()
-    (folder / "config.json").write_text("{}")
-    with pytest.raises(ForeignFilesError, match=r"config\.json"):
-        model.save_pretrained(folder)
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    model.save_pretrained(".")
-    load_model(".")
 
 
 WRITES_FOR_EVER = """
@@ -702,24 +571,6 @@ def test_a_kill_leaves_the_old_model_or_the_new_one(tmp_path):
         assert all(name.startswith(".model.partial-") for name in leftovers), "which the documents name"
 
 
-def test_files_that_appear_while_a_model_is_replaced_are_kept(tmp_path, monkeypatch, caplog):
-    folder, real = tmp_path / "model", groupax.storage.replacing._exchange
-
-    def exchange(new, old):
-        (old / "late.txt").write_text("mine")
-        real(new, old)
-
-    for number in range(2):
-        with replacing_folder(folder) as partial:
-            (partial / "config.json").write_text(str(number))
-            if number:
-                monkeypatch.setattr("groupax.storage.replacing._exchange", exchange)
-    assert (folder / "config.json").read_text() == "1"
-    [left] = [path for path in tmp_path.iterdir() if path != folder]
-    assert (left / "late.txt").read_text() == "mine"
-    assert str(left) in caplog.text
-
-
 def test_folders_are_exchanged_without_help_of_the_system(tmp_path, monkeypatch):
     monkeypatch.setattr("groupax.storage.replacing.ctypes.CDLL", lambda _: object())
     for number in range(3):
@@ -732,36 +583,13 @@ def test_folders_are_exchanged_without_help_of_the_system(tmp_path, monkeypatch)
 # -- cards
 
 
-def test_the_card_of_a_full_fine_tune_is_one_of_transformers(tmp_path):
-    trainer = a_trainer(tmp_path, max_steps=1)
-    trainer.save_model()
-    card = (tmp_path / "run" / "model" / "README.md").read_text()
-    assert "library_name: transformers" in card
-    assert "A fine-tune of" in card
-    assert 'pipeline("text-generation", model=".")' in card
-    assert "`version of jax`" in card
-
-
-@pytest.mark.heavy
-def test_held_out_results_stand_in_the_card(tmp_path):
-    trainer = a_trainer(tmp_path, max_steps=1, eval_dataset=[{"prompt": "a b", "answer": "a"}] * 4)
-    trainer.evaluate()
-    trainer.train()
-    trainer.evaluate()
-    trainer.write_card()
-    card = (tmp_path / "run" / "model" / "README.md").read_text()
-    assert "## Held-out prompts" in card
-    assert "| means with 95 % intervals | after step 0 | after step 1 |" in card
-    check_destination(tmp_path / "run" / "model")
-
-
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", [pytest.param("base", marks=pytest.mark.long), "adapter"])
 def test_the_usage_in_a_card_runs(good, tmp_path, name):
     pytest.importorskip("torch")
     pytest.importorskip("peft")
     folder = tmp_path / "model"
-    text = run_card(GRPOConfig(), "b", {"r": 2} if name == "adapter" else None, "d", ["f"], 1, {})
+    text = run_card(Trained(GRPOConfig(), "b", {"r": 2} if name == "adapter" else None, "d", ["f"], 1, {}))
     shutil.copytree(good / name, folder)
     for file in (good / "base").glob("tokenizer*"):
         shutil.copy(file, folder)
@@ -778,7 +606,7 @@ EVIL = 'x`</code>\n---\nlicense: evil\n| <script>alert(1)</script> | \x1b[2J\u20
 
 def test_names_in_a_card_are_neither_markup_nor_metadata():
     args = replace(GRPOConfig(), seed=1)
-    card = run_card(args, EVIL, None, EVIL, [EVIL], 1, {"reward": 1.0}, of_episodes={"tools": EVIL})
+    card = run_card(Trained(args, EVIL, None, EVIL, [EVIL], 1, {"reward": 1.0}, of_episodes={"tools": EVIL}))
     assert "| `tools` | `x" in card
     assert "license" not in yaml.safe_load(card.split("---\n")[1])
     assert "base_model" not in card.split("---\n")[1]
@@ -791,27 +619,8 @@ def test_names_in_a_card_are_neither_markup_nor_metadata():
         assert "http://b" not in outside
     table = [line for line in card.splitlines() if line.startswith("| `")]
     assert {line.count("|") for line in table} == {3}
-    front = yaml.safe_load(run_card(args, "owner/name", {"r": 2}, "d", ["f"], 1, {}).split("---\n")[1])
+    front = yaml.safe_load(run_card(Trained(args, "owner/name", {"r": 2}, "d", ["f"], 1, {})).split("---\n")[1])
     assert (front["base_model"], front["library_name"]) == ("owner/name", "peft")
-
-
-def test_a_card_has_weights_recipe_citation_and_a_prompt_that_may_be_published():
-    args = GRPOConfig(reward_weights=(1.0, 0.2))
-    given = args, "owner/name", None, "openai/gsm8k", ["right", "form"], 1, {}
-    card = run_card(*given)
-    assert "| `rewards` | `right, form x 0.2` |" in card
-    assert 'prompt = "..."\n' in card
-    assert "`recipe`" not in card
-    assert card.count("@article{shao2024deepseekmath") == card.count("arXiv:2402.03300}") == 1
-    assert card.count("@software{groupax") == 1
-    card = run_card(*given, recipe="gsm8k", prompt="1 ```+ 1?")
-    assert "| `recipe` | `gsm8k` |" in card
-    assert 'prompt = "1 \\u0060\\u0060\\u0060+ 1?"\n' in card
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
-    assert f"prompt = {json.dumps(messages)}\n" in run_card(*given, is_chat=True, prompt=messages)
-    seen = [{"role": "user", "content": [{"type": "image"}]}]
-    assert 'prompt = [{"role": "user", "content": "..."}]\n' in run_card(*given, is_chat=True, prompt=seen)
-    assert "shao2024" not in run_card(SFTConfig(), "b", None, "d", (), 1, {}, method=SFT)
 
 
 def test_a_derived_card_takes_the_licence_of_its_source():

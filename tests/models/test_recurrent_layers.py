@@ -1,6 +1,5 @@
 """Layers with a recurrent state: the delta rule, convolutions, and what the engine keeps of a sequence."""
 
-import json
 from dataclasses import replace
 
 import jax
@@ -8,23 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax import Engine, GRPOConfig, GRPOTrainer, SamplingParams, init_model
-from groupax.engine.cache import plan_for, state_bytes, token_bytes
-from groupax.engine.scheduler import CacheShape
+from groupax import Engine, SamplingParams, init_model
 from groupax.models.families import read_config
-from groupax.models.flops import activation_bytes_per_token, forward_flops
-from groupax.models.lora import LoRAConfig, adapter_specs
 from groupax.models.recurrent import (
-    causal_convolution,
     delta_rule,
     delta_rule_step,
-    empty_state,
     unit_triangular_inverse,
 )
-from groupax.models.specs import layer_specs
 from tests.conftest import TINY, one_device_mesh, rest_heavy
-from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_agreement import DELTA, LFM2
+from tests.training.test_trainer import a_trainer, lines_of
 
 KINDS = {"lfm2": LFM2, "qwen3_5_text": DELTA}
 
@@ -71,37 +63,12 @@ def test_chunks_are_the_rule_token_by_token(num):
         np.testing.assert_allclose(a, b[:, 0] if b.ndim == 4 and b.shape[1] == 1 else b, atol=1e-5)
 
 
-@pytest.mark.heavy
-def test_columns_without_tokens_in_front_change_no_bit():
-    rng = np.random.default_rng(0)
-    given = in_float32(*tokens_of_heads(rng, 2, 100))
-    padded = tuple(jnp.pad(x, ((0, 0), (156, 0), *((0, 0),) * (x.ndim - 2))) for x in given)
-    memory = jnp.zeros((2, 2, 6, 4))
-    (out, after), (padded_out, padded_after) = (jax.jit(delta_rule)(memory, *each) for each in (given, padded))
-    np.testing.assert_array_equal(out, padded_out[:, 156:])
-    np.testing.assert_array_equal(after, padded_after)
-    np.testing.assert_array_equal(padded_out[:, :156], 0)
-
-
 def test_the_same_key_again_and_again_is_solved_without_growing():
     """Powers of such a matrix grow beyond float32's range of whole numbers; its inverse has only 1 and -1."""
     lower = np.tril(np.ones((64, 64)), -1)
     np.testing.assert_allclose(
         jax.jit(unit_triangular_inverse)(jnp.asarray(lower, jnp.float32)), np.linalg.inv(np.eye(64) + lower), atol=1e-6
     )
-
-
-def test_a_convolution_goes_on_from_its_last_inputs():
-    rng = np.random.default_rng(0)
-    x, weight, bias = in_float32(rng.normal(size=(2, 9, 3)), rng.normal(size=(3, 1, 4)), rng.normal(size=3))
-    padded = np.concatenate([np.zeros((2, 3, 3)), x], axis=1)
-    expected = sum(padded[:, i : i + 9] * np.asarray(weight)[:, 0, i] for i in range(4)) + np.asarray(bias)
-    out, before = [], jnp.zeros((2, 3, 3))
-    for first, end in ((0, 4), (4, 5), (5, 9)):
-        part, before = causal_convolution(weight, bias, before, x[:, first:end])
-        out.append(part)
-    np.testing.assert_allclose(jnp.concatenate(out, axis=1), expected, atol=1e-6)
-    np.testing.assert_array_equal(before, x[:, 6:])
 
 
 @pytest.mark.parity
@@ -129,19 +96,6 @@ def test_the_delta_rule_and_its_gradients_are_those_of_transformers():
 # -- the engine
 
 
-def test_a_plan_counts_states_for_each_slot_and_each_admitted_prompt():
-    config = read_config({**TINY, "model_type": "qwen3_5_text", **DELTA})
-    a_state = empty_state(config, 1)
-    assert state_bytes(config) == 2 * 4 * (a_state.inputs.size + a_state.memory.size) == 2 * 4 * (3 * 80 + 4 * 8 * 12)
-    assert token_bytes(config, jnp.float32, 1) == 2 * 2 * 16 * 4  # one of three layers
-    plan, shape = plan_for(config, 10**6, jnp.float32, 1, 8), CacheShape(8, 2, 64, 128)
-    assert plan.state_tokens == -(-state_bytes(config) // 256)
-    without = replace(plan, state_tokens=0)
-    moved = max(shape.num_tokens, 4 * plan.state_tokens) - shape.num_tokens
-    added = plan.state_tokens * (8 + shape.max_prompts) + moved
-    assert plan.planned_tokens(shape) - without.planned_tokens(shape) == added
-
-
 def completions(model, prompts, **settings):
     engine = Engine(model.config, model.params, model.mesh, eos_ids=(2,), **settings)
     groups = engine.generate(prompts, SamplingParams(n=3, max_tokens=70, seed=3))
@@ -164,57 +118,20 @@ def test_completions_depend_neither_on_slots_nor_on_the_length_of_chunks(family)
 @pytest.mark.parametrize("family", KINDS)
 def test_a_run_trains_on_what_its_engine_sampled(family, tmp_path):
     model = a_model(family)
-    args = GRPOConfig(
-        output_dir=str(tmp_path / "run"),
-        max_steps=2,
-        prompts_per_step=2,
-        num_generations=4,
-        max_completion_length=24,
-        learning_rate=1e-3,
-        progress_bar="none",
-    )
     before = jax.tree.map(np.asarray, model.params)
-    rows = [{"prompt": text} for text in ("ab", "abc", "abcde", "c")]
 
-    def variety(completions, **_):
+    def variety(completions):
         return [float(len(set(text))) for text in completions]
 
-    trainer = GRPOTrainer(
-        model, variety, args, rows, processing_class=a_tokenizer(eos_token="<eos>", pad_token="<pad>")
-    )
+    rows = [{"prompt": text} for text in ("ab", "abc", "abcde", "c")]
+    trainer = a_trainer(tmp_path, variety, rows, model, max_steps=2, max_completion_length=24, learning_rate=1e-3)
     trainer.train()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["rollout/logp_diff_max"] < 2e-5 for line in lines if "rollout/logp_diff_max" in line] == [True] * 2
+    assert [line["rollout/logp_diff_max"] < 2e-5 for line in lines_of(tmp_path)] == [True] * 2
     changed = jax.tree.map(lambda a, b: np.abs(np.asarray(a) - b).max() > 0, trainer.learner.state.params, before)
     assert all(jax.tree.leaves(changed))
 
 
 # -- tables and costs
-
-
-def test_adapters_take_the_matrices_of_delta_nets_and_peft_counts_dt_bias_as_a_bias():
-    config = read_config({**TINY, "model_type": "qwen3_5_text", **DELTA})
-    trained = adapter_specs(config, LoRAConfig(r=2))["layers"][0]
-    assert {"mixed", "delta_gate", "step", "decay", "delta_out", "gate", "up", "down"} == set(trained)
-    assert "dt_bias" in adapter_specs(config, LoRAConfig(r=2, bias="all"))["layers"][0]
-    with pytest.raises(ValueError, match="conv1d, which is not a matrix of a layer"):
-        adapter_specs(config, LoRAConfig(r=2, target_modules=["conv1d"]))
-    specs = layer_specs(config, 0)
-    assert [name for name, spec in specs.items() if spec.is_float32] == ["dt_bias", "a_log"]
-    assert specs["a_log"].name == "model.layers.0.linear_attn.A_log"
-
-
-def test_costs_count_memories_in_place_of_columns():
-    def config(kinds):
-        return read_config({**TINY, "model_type": "qwen3_5_text", **DELTA, "layer_types": kinds})
-
-    full, linear = (
-        config([kind, "full_attention", "linear_attention"]) for kind in ("full_attention", "linear_attention")
-    )
-    more = [forward_flops(full, [(length, [])]) - forward_flops(linear, [(length, [])]) for length in (10, 20, 30)]
-    assert more[2] - more[1] > more[1] - more[0]
-    assert forward_flops(linear, [(20, [])]) < forward_flops(full, [(2000, [])])
-    assert activation_bytes_per_token(linear, 2, "full") < activation_bytes_per_token(linear, 2, "none")
 
 
 @pytest.mark.parametrize(

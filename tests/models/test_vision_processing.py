@@ -2,82 +2,29 @@
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from groupax.models.families import read_config
 from groupax.models.vision.processing import load_image_processor, process_images
 
-from .vision_models import config_of, pixels_of
+from .vision_models import PLACE, a_tokenizer, an_image, an_image_processor, config_of, pixels_of, two_layers
 
-Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("PIL.Image")
 
-ROWS = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
-SPECIAL = {
-    "smolvlm": ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *ROWS],
-    "gemma3": ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
-    "qwen3_vl": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"],
-}
-PLACE = {"smolvlm": "<image>", "gemma3": "<start_of_image>", "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
+FAMILIES = ["smolvlm", "gemma3", "qwen3_vl"]
 SIZES = [(37, 61), (16, 16), (90, 21), (64, 64)]
-
-
-def a_tokenizer(family):
-    vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL[family]])
-    named = {"image_token": SPECIAL[family][0]}
-    if family == "gemma3":
-        named |= {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=named)
-
-
-def their_image_processor(family):
-    if family == "smolvlm":
-        from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
-
-        return SmolVLMImageProcessorPil(size={"longest_edge": 48}, max_image_size={"longest_edge": 16})
-    if family == "gemma3":
-        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-
-        return Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    size = {"shortest_edge": 64, "longest_edge": 1024}
-    return Qwen2VLImageProcessorPil(patch_size=4, temporal_patch_size=2, merge_size=2, size=size)
 
 
 def a_processor(family, folder):
     tokenizer = a_tokenizer(family)
-    hf = config_of(family, {"vocab_size": 320}, {}, {})
-    image, video = (tokenizer.convert_tokens_to_ids(name) for name in SPECIAL[family][:2])
-    hf |= {"image_token_index" if family == "gemma3" else "image_token_id": image, "video_token_id": video}
-    their_image_processor(family).save_pretrained(folder)
-    return load_image_processor(folder, read_config(hf).vision, tokenizer), tokenizer
+    an_image_processor(family, splits=True).save_pretrained(folder)
+    return load_image_processor(folder, read_config(two_layers(family, tokenizer)).vision, tokenizer), tokenizer
 
 
 def random_images(*sizes):
-    rng = np.random.default_rng(0)
-    return [Image.fromarray(rng.integers(0, 255, (*size, 3)).astype(np.uint8)) for size in sizes]
+    return [an_image(number, size) for number, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize("family", PLACE)
-def test_each_image_has_one_token_per_feature(tmp_path, family):
-    processor, tokenizer = a_processor(family, tmp_path)
-    images = random_images(*SIZES[:2])
-    tokens, placed = process_images(processor, tokenizer, f"a {PLACE[family]} b {PLACE[family]} c", images)
-    assert (tokens == processor.config.image_token_id).sum() == sum(placed.num_tokens)
-    assert placed.feature_index.max() + 1 == sum(placed.num_tokens)
-    assert len({image.digest for image in placed.images}) == 2
-    again = process_images(processor, tokenizer, PLACE[family], images[1:])[1].images[0]
-    assert again.digest == placed.images[1].digest
-    grey = process_images(processor, tokenizer, PLACE[family], [images[0].convert("L")])[1].images[0]
-    assert grey.patches.shape == placed.images[0].patches.shape
-
-
-@pytest.mark.parametrize("family", PLACE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_whose_placeholders_and_images_differ_in_number_are_refused(tmp_path, family):
     processor, tokenizer = a_processor(family, tmp_path)
     with pytest.raises(ValueError, match=r"the prompt has 0 placeholders .* for 1 images"):
@@ -110,7 +57,7 @@ def test_folders_that_do_not_say_how_images_are_processed_are_refused(tmp_path):
 def their_processor(family, tokenizer):
     from transformers import Gemma3Processor, Idefics3Processor
 
-    image_processor = their_image_processor(family)
+    image_processor = an_image_processor(family, splits=True)
     if family == "smolvlm":
         return Idefics3Processor(image_processor, tokenizer, image_seq_len=4)
     return Gemma3Processor(image_processor, tokenizer, image_seq_length=4)

@@ -1,12 +1,17 @@
-"""Small models that see images, theirs and ours, and their logits for the same prompts."""
+"""Small models that see images, theirs and ours, their folders, and their logits for the same prompts."""
 
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from groupax import init_model, save_model
 from groupax.models.attention import attend
 from groupax.models.decoder import ImageInputs, PassOptions, forward, head_weights
 from groupax.models.layers import vocabulary_logits
@@ -14,6 +19,7 @@ from groupax.models.recurrent import empty_state
 from groupax.models.vision.placement import image_blocks, make_image, place_images
 from groupax.models.vision.processing import cut_patches
 from groupax.models.vision.tower import batch_images, encode_images
+from tests.conftest import one_device_mesh
 
 VOCAB, IMAGE, VIDEO = 96, 95, 94
 TEXT = {
@@ -76,6 +82,85 @@ def config_of(family: str, text: dict[str, Any], vision: dict[str, Any], whole: 
     own_text = {**TEXT, "rope_parameters": {**QWEN_ROPE}, **QWEN_TEXT[family], **text}
     own = {"text_config": own_text, "vision_config": {**QWEN, **levels, **vision}}
     return {"model_type": family, **own, "image_token_id": IMAGE, "video_token_id": VIDEO, **whole}
+
+
+QWENS = ("qwen3_5", "qwen3_vl", "qwen3_vl_moe")
+ROWS = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
+SPECIAL = {
+    "smolvlm": ["<image>", "<fake_token_around_image>", "<global-img>", *ROWS, "<end_of_utterance>"],
+    "gemma3": ["<image_soft_token>", "<start_of_image>", "<end_of_image>", "<end_of_turn>"],
+    **{qwen: ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_end|>"] for qwen in QWENS},
+}
+PLACE = {
+    "smolvlm": "<image>",
+    "gemma3": "<start_of_image>",
+    **dict.fromkeys(QWENS, "<|vision_start|><|image_pad|><|vision_end|>"),
+}
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}PLACE{% else %}{{ part['text'] }}"
+    "{% endif %}{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def a_tokenizer(family: str) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of bytes with the family's special tokens and a chat template."""
+    vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL[family]])
+    end, named = SPECIAL[family][-1], {"image_token": SPECIAL[family][0]}
+    if family == "gemma3":
+        named |= {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end, extra_special_tokens=named)
+    made.chat_template = TEMPLATE.replace("PLACE", PLACE[family])
+    return made
+
+
+def an_image_processor(family: str, *, splits: bool = False) -> Any:
+    """Returns their image processor, which cuts images of SmolVLM into tiles if it splits them."""
+    if family == "smolvlm":
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+        sizes = {"size": {"longest_edge": 48 if splits else 16}, "max_image_size": {"longest_edge": 16}}
+        return SmolVLMImageProcessorPil(do_image_splitting=splits, **sizes)
+    if family == "gemma3":
+        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+        return Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    size = {"shortest_edge": 64, "longest_edge": 1024}
+    return Qwen2VLImageProcessorPil(patch_size=4, temporal_patch_size=2, merge_size=2, size=size)
+
+
+def two_layers(family: str, tokenizer: Any = None) -> dict[str, Any]:
+    """Returns the `config.json` of a model with two layers and the tokenizer's vocabulary."""
+    kinds = {"layer_types": ["linear_attention", "full_attention"]} if family == "qwen3_5" else {}
+    if tokenizer is None:
+        return config_of(family, {"num_hidden_layers": 2, **kinds}, {}, {})
+    image, video = (tokenizer.convert_tokens_to_ids(name) for name in SPECIAL[family][:2])
+    ids = {"image_token_index" if family == "gemma3" else "image_token_id": image, "video_token_id": video}
+    text = {"num_hidden_layers": 2, "vocab_size": 320, "tie_word_embeddings": True, **kinds}
+    return config_of(family, text, {}, ids)
+
+
+def model_folder(family: str, folder: Path, scale: float = 5.0) -> Path:
+    """Writes a small model with random weights, its tokenizer and the settings of its image processor."""
+    tokenizer, mesh = a_tokenizer(family), one_device_mesh()
+    model = init_model(two_layers(family, tokenizer), 0, mesh=mesh)
+    params = jax.tree.map(lambda x: x * scale if x.ndim > 1 else x, model.params)
+    save_model(replace(model, params=params), folder, tokenizer)
+    an_image_processor(family).save_pretrained(folder)
+    return folder
+
+
+def an_image(seed: int, size: tuple[int, int] = (16, 16)) -> Any:
+    """Returns an image of random pixels."""
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (*size, 3)).astype(np.uint8))
 
 
 def torch_model(hf: dict[str, Any], seed: int = 0) -> Any:

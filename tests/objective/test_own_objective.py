@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig
-from groupax.cli.train import train_defaults
 from groupax.objective.aggregation import seq_mean_token_mean
 from groupax.objective.losses import Loss, find_loss, ppo_clip_loss, ppo_clip_metrics
 from groupax.objective.objective import zero_metrics
 from groupax.objective.ratios import k3
 from groupax.settings.objective import ObjectiveSettings
 from groupax.settings.references import reference_to
-from tests.training.test_trainer import a_trainer, lines_of
+from tests.conftest import assert_trees_match
+from tests.training.test_trainer import a_trainer, lines_of, trained
 
 from .test_objective import a_batch, advantages_of, episodes, given_for, loss_of
 
@@ -96,15 +96,14 @@ def test_gmpo_as_an_own_loss_is_its_formula(own, epsilon, make):
     assert "clip_ratio/low_min" not in metrics.minima
 
 
-def trained(tmp_path, **settings):
-    trainer = a_trainer(tmp_path, num_iterations=2, beta=0.05, max_steps=2, **settings)
-    trainer.train()
+def results(tmp_path, **settings):
+    trainer = trained(tmp_path, num_iterations=2, beta=0.05, max_steps=2, **settings)
     return jax.device_get(trainer.learner.state.params), lines_of(tmp_path)
 
 
 @pytest.mark.heavy
 def test_a_loss_equal_to_a_built_in_trains_to_the_same_bits(tmp_path, own):
-    weights, lines = trained(tmp_path / "built_in", loss_type="dapo")
+    weights, lines = results(tmp_path / "built_in", loss_type="dapo")
     references = {
         "loss_type": "my_objective:SAME",
         "kl_estimator": "my_objective:same_kl",
@@ -115,10 +114,9 @@ def test_a_loss_equal_to_a_built_in_trains_to_the_same_bits(tmp_path, own):
         "kl_estimator": lambda logp, ref_logp: k3(logp, ref_logp),
     }
     for name, settings in {"references": references, "functions": functions}.items():
-        own_weights, own_lines = trained(tmp_path / name, **settings)
+        own_weights, own_lines = results(tmp_path / name, **settings)
         assert own_lines == lines
-        for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(own_weights), strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_trees_match(weights, own_weights)
 
 
 @pytest.mark.heavy
@@ -128,8 +126,7 @@ def test_an_own_loss_is_logged_stored_and_resumed(tmp_path, own):
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert "my_objective:GMPO(epsilon=0.2)" in json.dumps(config)
     assert all("gmpo/clipped_frac" in line for line in lines_of(tmp_path))
-    again = a_trainer(tmp_path, **settings)
-    again.train()
+    trained(tmp_path, **settings)
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
     record = functools.partial(find_loss("my_objective:GMPO").token_loss, epsilon=0.2)
     assert GRPOConfig(loss_type=record).to_dict()["loss_type"] == "my_objective:gmpo_loss(epsilon=0.2)"
@@ -147,16 +144,6 @@ def test_references_name_what_was_given(own):
     assert GRPOConfig.from_mapping(json.loads(json.dumps(config.to_dict()))).loss_type == "my_objective:GMPO"
 
 
-def test_the_command_line_and_files_take_references(tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text(
-        "recipe: arithmetic\nloss_type: my_objective:GMPO(epsilon=0.2)\nkl_estimator: my_objective:same_kl\n"
-    )
-    defaults = train_defaults(["--config", str(file)])
-    assert defaults.args.loss_type == "my_objective:GMPO(epsilon=0.2)"
-    assert defaults.args.kl_estimator == "my_objective:same_kl"
-
-
 def test_advantages_of_ones_own(own):
     rewards = [[1.0, 0.0], [0.0, 2.0], [3.0, 1.0], [np.nan, np.nan]] * 2
     found = advantages_of(rewards, [1.0, 2.0], estimator=lambda rewards, weights, num_generations: rewards @ weights)
@@ -172,12 +159,10 @@ def test_advantages_of_ones_own(own):
     ("settings", "message"),
     [
         ({"loss_type": "grop"}, r"loss_type must be one of .*'module:function', got 'grop'; did you mean grpo"),
-        ({"loss_type": 3}, "loss_type must be one of .* got 3"),
         ({"loss_type": "my_objective:gmpo_los"}, "no 'gmpo_los'; it has .*did you mean gmpo_loss"),
         ({"loss_type": "my_objectives:GMPO"}, "there is no module 'my_objectives'"),
         ({"loss_type": "my_objective.py:GMPO"}, "names a file; name the module, without .py: 'my_objective:GMPO'"),
         ({"loss_type": "my_objective:GMPO(epsilom=1)"}, "has no option 'epsilom'; it takes .*did you mean epsilon"),
-        ({"loss_type": "my_objective:GMPO(epsilon=x)"}, "x must be numbers or quoted texts"),
         ({"loss_type": "my_objective:GMPO(0.2)"}, "options have names"),
         ({"loss_type": "my_objective:a_sum"}, r"must return a loss for each token, \[B, T\] = \[2, 3\], got \[2\]"),
         ({"loss_type": lambda terms: terms.logp}, r"is called with \(terms, settings\), but takes \(terms\)"),

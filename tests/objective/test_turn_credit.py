@@ -1,8 +1,9 @@
-"""Credit of turns and rewards per turn: the gradient is the exact one, and an episode counts once, or not at all."""
+"""Credit of turns, rewards per turn and the leave-one-out baseline: exact gradients, and episodes that count once."""
 
 import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +11,29 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from groupax.compat import trl
+from groupax.events import RolloutScored, StepEnded
 from groupax.metrics.completions import completion_metrics, episode_metrics, reward_metrics
-from groupax.objective.advantages import group_advantages, return_advantages
+from groupax.objective.advantages import (
+    find_advantage_estimator,
+    group_advantages,
+    return_advantages,
+    rloo,
+)
 from groupax.objective.aggregation import Denominators
 from groupax.objective.objective import LossInputs, policy_objective
 from groupax.rewards.contract import checked_scores, reward_matrix, turn_reward_matrices
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import score_groups
-from groupax.rollouts.rows import row_of
+from groupax.rollouts.collector import row_of
 from groupax.settings.objective import ObjectiveSettings
 from groupax.settings.rollouts import RewardSettings
 from groupax.types import FAILURES, Rollout, Turn
+from tests.compat.test_compat import folder  # noqa: F401 - a fixture
 from tests.episodes.test_episodes import Conversation, train
 from tests.episodes.test_turns import an_episode, one_turn
+from tests.training.test_trainer import PROMPTS, a_trainer, trained
 
 # A game of one or two turns: at first the model ends it, or goes to one of two places, where it has two choices. Each
 # episode has its actions, as indices into the logits of its states, and a reward for each turn.
@@ -52,21 +62,6 @@ def log_policy(logits):
     return np.array(probabilities), slopes
 
 
-def column(episode):
-    return np.array(GAME[episode][1])[:, None]
-
-
-def expected_gradient(advantages_of, G):
-    """The exact expectation, over all groups, of the mean over rows of sum over turns of A grad log pi."""
-    probabilities, slopes = log_policy(LOGITS)
-    total = np.zeros(SIZES[-1])
-    for group in itertools.product(range(len(GAME)), repeat=G):
-        turns = advantages_of([column(episode) for episode in group])
-        gradient = sum(A @ slopes[episode] for A, episode in zip(turns, group, strict=True)) / G
-        total += np.prod(probabilities[list(group)]) * gradient
-    return total
-
-
 def exact_gradient(discount=1.0):
     """Sum over episodes and turns of p times the discounted rewards from the turn on times grad log pi of the turn."""
     probabilities, slopes = log_policy(LOGITS)
@@ -77,55 +72,8 @@ def exact_gradient(discount=1.0):
     return total
 
 
-def by_returns(discount=1.0, scale="none"):
-    return lambda rows: return_advantages(rows, np.ones(1), len(rows), scale, discount).turns
-
-
-def of_whole_group(rows):
-    """Returns minus their mean over all rows alive, the own one included."""
-    returns = [np.cumsum(row[::-1, 0])[::-1] for row in rows]
-    means = [np.mean([g[t] for g in returns if len(g) > t]) for t in range(max(map(len, returns)))]
-    return [g - means[: len(g)] for g in returns]
-
-
-def normalized_by_turn(rows):
-    """Rewards of each turn index in standard deviations of that index, summed from each turn on (verl #7244)."""
-    normalized = [np.zeros(len(row)) for row in rows]
-    for t in range(max(map(len, rows))):
-        alive = [i for i, row in enumerate(rows) if len(row) > t]
-        values = np.array([rows[i][t, 0] for i in alive])
-        for i, value in zip(alive, (values - values.mean()) / (values.std() + 1e-4), strict=True):
-            normalized[i][t] = value
-    return [np.cumsum(values[::-1])[::-1] for values in normalized]
-
-
-def cosine(a, b):
-    return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("G", [2, 3, 4])
-def test_advantages_by_returns_give_the_exact_policy_gradient(G):
-    np.testing.assert_allclose(expected_gradient(by_returns(), G), exact_gradient(), atol=1e-12)
-    np.testing.assert_allclose(expected_gradient(by_returns(0.6), G), exact_gradient(0.6), atol=1e-12)
-
-
-def test_other_baselines_and_divisors_do_not():
-    exact = exact_gradient()
-    logits = np.concatenate(LOGITS)
-    step = 1e-5  # the exact gradient is the derivative of the expected reward
-
-    def reward(z):
-        return log_policy([z[a:b] for a, b in itertools.pairwise(SIZES)])[0] @ [sum(r) for _, r in GAME]
-
-    slopes = [(reward(logits + d) - reward(logits - d)) / (2 * step) for d in step * np.eye(len(logits))]
-    np.testing.assert_allclose(slopes, exact, atol=1e-9)
-    assert cosine(expected_gradient(of_whole_group, 3), exact) < 0.99
-    assert cosine(expected_gradient(normalized_by_turn, 3), exact) < 0  # it even points away
-    assert 0.9 < cosine(expected_gradient(by_returns(scale="group"), 3), exact) < 1 - 1e-4
-
-
-def test_the_gradient_of_the_loss_is_the_exact_policy_gradient():
+@pytest.mark.parametrize("discount", [1.0, 0.6])
+def test_the_gradient_of_the_loss_is_the_exact_policy_gradient(discount):
     def episode(index, sample):
         num_turns, end = len(GAME[index][1]), 2 * len(GAME[index][1]) - 1
         ids, mask = np.zeros(end, np.int32), np.arange(end) % 2 == 0  # a token for each turn, one of the environment
@@ -140,7 +88,7 @@ def test_the_gradient_of_the_loss_is_the_exact_policy_gradient():
     advantages, masks = np.zeros((2, len(groups), G, T))
     for number, group in enumerate(groups):
         rollouts = [episode(index, sample) for sample, index in enumerate(group)]
-        found = return_advantages(turn_reward_matrices(["r"], rollouts), np.ones(1), G, "none")
+        found = return_advantages(turn_reward_matrices(["r"], rollouts), np.ones(1), G, "none", discount)
         for i, (rollout, turns) in enumerate(zip(rollouts, found.turns, strict=True)):
             row = row_of(replace(rollout, turn_advantages=tuple(turns.tolist())), 0, (), False)
             advantages[number, i, : len(row.mask)], masks[number, i, : len(row.mask)] = row.advantages, row.mask
@@ -161,28 +109,15 @@ def test_the_gradient_of_the_loss_is_the_exact_policy_gradient():
     weights = np.array([np.prod(log_policy(LOGITS)[0][list(group)]) for group in groups])
     # dr_grpo divides by the longest completion
     mean = -T * np.concatenate([np.einsum("n,nz->z", weights, np.asarray(slope, np.float64)) for slope in slopes])
-    np.testing.assert_allclose(mean, exact_gradient(), atol=1e-6)
+    np.testing.assert_allclose(mean, exact_gradient(discount), atol=1e-6)
 
 
 def rows_of(*rewards):
     return [np.array(row, np.float64).reshape(len(row), -1) for row in rewards]
 
 
-def test_a_turn_is_compared_with_the_other_rows_that_have_it():
-    found = return_advantages(rows_of([1, 2], [0, 4], [5]), np.ones(1), 3, "none")
-    np.testing.assert_allclose(np.concatenate(found.turns), [3 - 4.5, 2 - 4, 4 - 4, 4 - 2, 5 - 3.5])
-    assert found.values.tolist() == [-1.5, 0, 1.5]
-    assert found.rewards.tolist() == [3, 4, 5]
-    # where no other row is alive, with what the others got in their last turns
-    found = return_advantages(rows_of([1, 2, 4], [0, 4], [6]), np.ones(1), 3, "none")
-    assert found.turns[0].tolist() == [7 - 5, 6 - 4, 4 - 5]
-    found = return_advantages(rows_of([0, 0, 1], [0, 0, 0]), np.ones(1), 2, "none", discount=0.5)
-    np.testing.assert_allclose(found.turns, [[0.25, 0.5, 1], [-0.25, -0.5, -1]])
-
-
 def test_a_group_teaches_something_if_its_turns_differ():
-    early_and_late = rows_of([1, 0], [0, 1])
-    found = return_advantages(early_and_late, np.ones(1), 2)
+    found = return_advantages(rows_of([1, 0], [0, 1]), np.ones(1), 2)
     assert not found.zero_std[0]
     np.testing.assert_allclose(found.turns, [[0, -2], [0, 2]], rtol=1e-3)
     for nothing in (rows_of([0.1, 0.2], [0.1, 0.2]), rows_of([0.1], [0.1]), rows_of([3], [np.nan])):
@@ -190,22 +125,6 @@ def test_a_group_teaches_something_if_its_turns_differ():
             found = return_advantages(nothing, np.ones(1), 2, scale)
             assert found.zero_std.tolist() == [True]
             assert not np.concatenate(found.turns).any()
-    # one divisor for the batch, weighted functions
-    both = [np.concatenate([row, row], axis=1) for row in (*early_and_late, *rows_of([3, 0], [1, 0]))]
-    unscaled = return_advantages(both, np.array([1.0, 2.0]), 2, "none")
-    assert unscaled.turns[2].tolist() == [6, 0]
-    assert unscaled.turns[0].tolist() == [0, -3]
-    scaled = return_advantages(both, np.array([1.0, 2.0]), 2, "batch")
-    before, after = np.concatenate(unscaled.turns), np.concatenate(scaled.turns)
-    np.testing.assert_allclose(after, before * after[1] / before[1])
-
-
-def leave_one_out(rewards, weights, num_generations):
-    """A user's estimator that knows of rewards that are missing."""
-    scores = (rewards * weights).sum(axis=1).reshape(-1, num_generations)
-    others = np.nansum(scores, axis=1, keepdims=True) - np.nan_to_num(scores)
-    counts = np.maximum((~np.isnan(scores)).sum(axis=1, keepdims=True) - 1, 1)
-    return np.nan_to_num(scores - others / counts).reshape(-1)
 
 
 EPISODES = [(1, 2.5), (0.5,), (0, 0, 1.5), (2, 1), (0, 3), (1.25,)]  # rewards per turn of two groups of three
@@ -218,7 +137,7 @@ EPISODES = [(1, 2.5), (0.5,), (0, 0, 1.5), (2, 1), (0, 3), (1.25,)]  # rewards p
         {"scale": "batch"},
         {"scale": "none"},
         {"aggregation": "normalize_then_sum"},
-        {"estimator": leave_one_out},
+        {"estimator": rloo},
         {"credit": "returns", "scale": "group"},
         {"credit": "returns", "scale": "batch"},
         {"credit": "returns", "scale": "none", "discount": 0.9},
@@ -400,3 +319,125 @@ def test_a_run_goes_on_without_the_episodes_whose_environments_fail(tmp_path):
     expected[~failed[:4]] = (first - first.mean()) / (first.std(ddof=1) + 1e-4)
     np.testing.assert_allclose([row["advantage"] for row in rows[:4]], expected, rtol=1e-5)
     assert all(np.isfinite(line["loss"]) for line in lines)
+
+
+# -- the leave-one-out baseline
+
+
+NAN = float("nan")
+
+
+def test_a_completion_is_compared_with_the_others_of_its_group():
+    rewards = np.array([[1.0, 0.0], [2.0, NAN], [4.0, 3.0], [NAN, NAN], [5.0, NAN], [5.0, NAN], [5.0, 9.0], [NAN, NAN]])
+    weights = np.array([1.0, 0.5])
+    expected = [1 - 3 - 1.5, 2 - 2.5, 4 - 1.5 + 1.5, 0, 0, 0, 0, 0]
+    assert find_advantage_estimator("rloo") is rloo
+    np.testing.assert_allclose(rloo(rewards, weights, 4), expected, atol=1e-12)
+    normalized = rloo(rewards, weights, 4, normalize=True)
+    known = np.delete(expected, [3, 7])
+    scaled = (known - known.mean()) / (known.std(ddof=1) + 1e-4)
+    np.testing.assert_allclose(np.delete(normalized, [3, 7]), scaled, atol=1e-12)
+    assert normalized[3] == normalized[7] == 0
+
+
+@pytest.mark.heavy
+def test_the_kl_of_a_completion_is_subtracted_from_its_reward(tmp_path):
+    seen = []
+    settings = {"use_kl_in_reward": True, "beta": 0.5, "advantage_estimator": "rloo", "max_steps": 2}
+    trainer = a_trainer(tmp_path, reward_clip_range=(0.0, 0.2), weight_distribution_log_steps=0, **settings)
+    trainer.listeners = [lambda event: seen.append(event) if isinstance(event, RolloutScored) else None]
+    trainer.train()
+    groups, metrics = seen[-1].groups, seen[-1].metrics
+    rows = [row for rows in trainer.collector.cut(groups) for row in rows]
+    with trainer.learner.reference_on_devices() as reference:
+        logps = trainer.learner.logprobs(reference, rows)[0]
+    kl = [float((row.rollout_logp - logp)[row.mask].sum()) for row, logp in zip(rows, logps, strict=True)]
+    assert metrics["kl"] == pytest.approx(sum(kl) / sum(row.mask.sum() for row in rows), rel=1e-5)
+    assert max(map(abs, kl)) > 1e-3
+    rollouts = [rollout for group in groups for rollout in group]
+    rewards = [
+        float(np.clip(rollout.rewards["count_a"], 0.0, 0.2)) - 0.5 * k for rollout, k in zip(rollouts, kl, strict=True)
+    ]
+    expected = rloo(np.array(rewards)[:, None], np.ones(1), 4)
+    np.testing.assert_allclose([rollout.advantage for rollout in rollouts], expected, atol=1e-5)
+    np.testing.assert_allclose([row.advantages[row.mask][0] for row in rows], expected, atol=1e-5)
+    assert metrics["reward"] == pytest.approx(np.mean([rollout.rewards["count_a"] for rollout in rollouts]))
+
+
+@pytest.mark.drawn(4, "resume")
+@pytest.mark.heavy
+def test_a_run_stopped_between_updates_on_a_rollout_ends_as_if_it_was_not(tmp_path):
+    settings = {"use_kl_in_reward": True, "beta": 0.5, "advantage_estimator": "rloo", "max_steps": 8}
+    settings |= {"importance_sampling_level": "sequence_sum", "loss_type": "grpo", "save_steps": 1}
+    settings |= {"updates_per_rollout": 2, "num_iterations": 2, "prompts_per_step": 2}
+    whole = trained(tmp_path / "whole", **settings)
+    stopped = a_trainer(tmp_path / "parts", **settings)
+    stopped.listeners = [lambda event: isinstance(event, StepEnded) and event.step == 5]
+    stopped.train()
+    assert stopped.cursor.step == 5
+    again = trained(tmp_path / "parts", **settings)
+    jax.tree.map(np.testing.assert_array_equal, again.learner.state.params, whole.learner.state.params)
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("default")
+def test_trls_trainer_trains(folder, tmp_path):  # noqa: F811
+    args = trl.RLOOConfig(
+        str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=4,
+        max_completion_length=4,
+        reward_clip_range=[-1.0, 1.0],
+    )
+    trainer = trl.RLOOTrainer(str(folder), lambda completions, **_: [len(c) for c in completions], args, PROMPTS)
+    trainer.train()
+    native = trainer.native.args
+    assert (native.advantage_estimator, native.use_kl_in_reward, native.beta) == ("rloo", True, 0.05)
+    assert (native.loss_type, native.importance_sampling_level) == ("grpo", "sequence_sum")
+    assert native.reward_clip_range == (-1.0, 1.0)
+    assert all("kl" in line for line in trainer.state.log_history if "reward" in line)
+    normalized = trl.RLOOConfig(normalize_advantages=True, beta=0.0).to_native()
+    assert normalized.advantage_estimator == "groupax.objective.advantages:rloo(normalize=True)"
+    assert not normalized.use_kl_in_reward
+    with pytest.raises(TypeError, match="RLOOConfig has no field 'loss_type'"):
+        trl.RLOOConfig(loss_type="grpo")
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+def test_loss_and_gradient_are_trls():
+    torch, theirs = pytest.importorskip("torch"), pytest.importorskip("trl")
+    draw = np.random.default_rng(0)
+    mask = np.arange(7)[None] < np.array([7, 3, 5, 1])[:, None]
+    logp, entropy = (draw.normal(-2.0, 0.5, mask.shape).astype(np.float32) for _ in range(2))
+    old = (logp + draw.normal(0.0, 0.05, mask.shape)).astype(np.float32)
+    advantages = np.array([1.0, -0.5, 0.25, -0.75], np.float32)
+    settings = ObjectiveSettings(loss_type="grpo", importance_sampling_level="sequence_sum", epsilon=0.1)
+    wide = jnp.asarray(np.where(mask, advantages[:, None], 0.0))
+    inputs = LossInputs(wide, jnp.asarray(mask), jnp.asarray(old), jnp.asarray(old))
+    counts = Denominators(jnp.float32(4), jnp.float32(mask.sum()))
+
+    def loss_of(logp):
+        return policy_objective(logp, jnp.asarray(entropy), inputs, counts, settings)[0]
+
+    loss, grad = jax.value_and_grad(loss_of)(jnp.asarray(logp))
+    scored = torch.tensor(logp, requires_grad=True)
+    stand_in = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (scored, torch.tensor(entropy), None),
+        aux_loss_enabled=False,
+        epsilon_low=0.1,
+        epsilon_high=0.1,
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x),
+        _metrics={"train": {name: [] for name in ("entropy", *(f"clip_ratio/{each}" for each in CLIP))}},
+    )
+    kept = torch.tensor(mask).int()
+    batch = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"), kept)
+    batch |= {"old_logps": torch.tensor((old * mask).sum(1)), "advantages": torch.tensor(advantages)}
+    expected = theirs.RLOOTrainer._compute_loss(stand_in, None, batch)
+    expected.backward()
+    np.testing.assert_allclose(loss, expected.item(), atol=1e-6)
+    np.testing.assert_allclose(grad, scored.grad.numpy(), atol=1e-6)
+
+
+CLIP = ("low_mean", "low_min", "high_mean", "high_max", "region_mean")

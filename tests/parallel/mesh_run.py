@@ -1,26 +1,28 @@
-"""Runs on meshes of eight virtual CPU devices beside one on a single device: python mesh_run.py KIND OPTIMIZER MESH ...
+"""Runs on eight CPU devices and on one: python -m tests.parallel.mesh_run KIND OPTIMIZER MESH ...
 
 KIND is model, adapter (of stories260K) or mixture (tiny, with its tokenizer). Prints a line of JSON for each mesh.
 """
 
 import json
+import os
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+
 import jax
-
-jax.config.update("jax_num_cpu_devices", 8)
-
 import numpy as np
 import pyarrow.parquet as pq
 
-from groupax import GRPOConfig, GRPOTrainer, init_model, load_model
+from groupax import init_model, load_model
 from groupax.parallel.mesh import AXES, make_mesh
+from tests.training.test_trainer import a_trainer, lines_of
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
 PROMPTS = ["Once upon a time", "Lily and Tom", "One day, a dog", "The sun was", "A big red ball", "Mom said"]
+ROWS = [{"prompt": prompt} for prompt in PROMPTS]
 OPTIMIZERS = {
     "sgd": {"optimizer": "sgd", "learning_rate": 1.0},
     "adamw": {"optimizer": "adamw", "learning_rate": 1e-3},
@@ -45,27 +47,15 @@ def a_model(kind):
 
 def run(kind, optimizer, mesh):
     """What is trained after three steps, completions and gradient norms."""
-    folder = tempfile.mkdtemp()
+    folder = Path(tempfile.mkdtemp())
     settings = {"adapter": {"lora_r": 4, "lora_alpha": 8}, "mixture": {"share_prefix": "never"}}.get(kind, {})
-    args = GRPOConfig(
-        output_dir=folder,
-        mesh=mesh,
-        max_steps=3,
-        prompts_per_step=4,
-        num_generations=4,
-        max_completion_length=16,
-        lr_scheduler_type="constant",
-        progress_bar="none",
-        **OPTIMIZERS[optimizer],
-        **settings,
-    )
-    trainer = GRPOTrainer(a_model(kind), vowels, args, [{"prompt": prompt} for prompt in PROMPTS])
+    given = {"mesh": mesh, "prompts_per_step": 4, "max_completion_length": 16, **OPTIMIZERS[optimizer], **settings}
+    trainer = a_trainer(folder, vowels, ROWS, a_model(kind), tokenizer=None, **given)
     trainer.train()
-    files = sorted(Path(folder, "rollouts").glob("*.parquet"))
+    files = sorted((folder / "run" / "rollouts").glob("*.parquet"))
     completions = [row["completion"] for file in files for row in pq.read_table(file).to_pylist()]
-    metrics = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     trained = [np.asarray(x) for x in jax.tree.leaves(trainer.learner.state.params)]
-    return trained, completions, [line["grad_norm"] for line in metrics if "grad_norm" in line]
+    return trained, completions, [line["grad_norm"] for line in lines_of(folder)]
 
 
 def main(kind, optimizer, *meshes):

@@ -1,19 +1,22 @@
-"""Models split over a mesh: the same numbers as on one device, and what cannot be split."""
+"""Models split over a mesh and layers as a loop: the same numbers as on one device and one by one."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from groupax import GRPOConfig, init_model, save_model
 from groupax.cli.main import main
+from groupax.models.decoder import PassOptions, forward
+from groupax.models.execution import DIRECT, execution_for
+from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
 from groupax.models.weights.checkpoint import add_adapter, reshard
 from groupax.parallel.mesh import decoding_mesh, make_mesh, slices_along
@@ -22,19 +25,12 @@ from groupax.planning.run import trace_run
 from groupax.runs.build import learner_settings
 from groupax.training.learner import Learner
 from groupax.types import Row
-from tests.conftest import LATENTS, TINY, one_device_mesh
+from tests.conftest import LATENTS, TINY, assert_trees_match, one_device_mesh
 from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_agreement import DELTA, LFM2
 
-MIXTURE = {
-    **TINY,
-    "model_type": "mixtral",
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "router_aux_loss_coef": 0.5,
-}
-
-
+EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+MIXTURE = {**TINY, **EXPERTS, "model_type": "mixtral", "num_local_experts": 4}
 DEEPSEEK = {**LATENTS, "model_type": "deepseek_v3", "n_routed_experts": 6, "n_group": 3, "topk_group": 2}
 COMMAND = (
     "train --model model --dataset prompts.jsonl --eval_dataset prompts.jsonl --reward_funcs letters_reward:letters "
@@ -71,8 +67,7 @@ def assert_same_update(model, shape, replicated=(), atol=2e-6, **settings):
     one, on_one = after_updates(reshard(model, one_device_mesh()), **settings)
     many, on_many = after_updates(split, **settings)
     assert on_many["grad_norm"] == pytest.approx(on_one["grad_norm"], rel=1e-5)
-    for a, b in zip(jax.tree.leaves(one.state.params), jax.tree.leaves(many.state.params), strict=True):
-        np.testing.assert_allclose(a, b, atol=atol, rtol=0)
+    assert_trees_match(one.state.params, many.state.params, atol=atol, rtol=0)
     return many
 
 
@@ -90,12 +85,18 @@ CASES = {
     "latent-vectors": (DEEPSEEK, (1, 2, 1, 2, 1), {"gradient_checkpointing": "full"}),
     "latent-vectors-scanned": (DEEPSEEK | {"first_k_dense_replace": 0}, (1, 2, 2, 1, 1), {"scan_layers": True}),
     "whole-heads": ({"model_type": "olmo2"}, (1, 2, 1, 2, 1), {"replicated": ["heads", "kv_heads"]}),
+    **{
+        f"adapter{number}": (change, shape, {"adapts": True})
+        for number, (change, shape) in enumerate(
+            [({}, (1, 2, 1, 2, 1)), (DEEPSEEK, (1, 2, 1, 2, 1)), ({}, (1, 1, 1, 2, 2))]
+        )
+    },
     "whole-vocabulary": ({"model_type": "cohere", "vocab_size": 97}, (2, 1, 1, 2, 1), {"replicated": ["vocab"]}),
 }
-HEAVY = ("fsdp-tp", "tp-sp", "experts", "latent-vectors")
+HEAVY = ("fsdp-tp", "tp-sp", "experts", "latent-vectors", "adapter0", "adapter1")
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("change", "shape", "settings"),
     [
@@ -104,27 +105,16 @@ HEAVY = ("fsdp-tp", "tp-sp", "experts", "latent-vectors")
     ],
 )
 def test_meshes_and_families_give_the_gradients_of_one_device(change, shape, settings):
-    model = init_model({**TINY, **change}, mesh=one_device_mesh())
-    params = jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, model.params)
-    assert_same_update(replace(model, params=params), shape, **settings)
-
-
-@pytest.mark.drawn(2, "meshes")
-@pytest.mark.parametrize(
-    ("hf_config", "shape"),
-    [
-        pytest.param(TINY, (1, 2, 1, 2, 1), marks=pytest.mark.heavy),
-        pytest.param(TINY | DEEPSEEK, (1, 2, 1, 2, 1), marks=pytest.mark.heavy),
-        pytest.param(TINY, (1, 1, 1, 2, 2), marks=pytest.mark.long),
-    ],
-    ids=["fsdp-tp", "latent-vectors", "tp-sp"],
-)
-def test_adapters_too(hf_config, shape):
-    lora = LoRAConfig(r=4, lora_alpha=8, bias="none", modules_to_save=["norm"])
-    model = add_adapter(init_model(hf_config, mesh=one_device_mesh()), lora)
-    rng = np.random.default_rng(0)  # equal factors would cancel in gradients, up to float32's rounding
-    trained = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), model.adapter.trained)
-    assert_same_update(replace(model, adapter=replace(model.adapter, trained=trained)), shape)
+    model, settings = init_model({**TINY, **change}, mesh=one_device_mesh()), dict(settings)
+    if settings.pop("adapts", False):
+        lora = LoRAConfig(r=4, lora_alpha=8, bias="none", modules_to_save=["norm"])
+        model, rng = add_adapter(model, lora), np.random.default_rng(0)
+        # equal factors would cancel in gradients, up to float32's rounding
+        trained = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), model.adapter.trained)
+        model = replace(model, adapter=replace(model.adapter, trained=trained))
+    else:
+        model = replace(model, params=jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, model.params))
+    assert_same_update(model, shape, **settings)
 
 
 @pytest.mark.long
@@ -184,8 +174,8 @@ MESHES = ["8,1,1,1,1", "1,8,1,1,1", "2,2,1,2,1", "1,2,1,2,2", "1,1,1,4,2"]
 )
 def test_runs_on_eight_devices_end_as_on_one(kind, meshes, stories):
     assert stories.is_dir()
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("mesh_run.py")), kind, "sgd", *meshes]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ})
+    command = [sys.executable, "-W", "ignore", "-m", "tests.parallel.mesh_run", kind, "sgd", *meshes]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[2])
     told = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [line["mesh"] for line in told] == meshes
     for line in told:
@@ -201,39 +191,18 @@ def test_runs_on_eight_devices_end_as_on_one(kind, meshes, stories):
         ({}, (1, 1, 1, 4, 1), ("kv_head",), "names kv_head; dims that meshes shard are embed, latent, vocab, heads"),
         ({"model_type": "olmo2"}, (2, 1, 1, 2, 1), (), r"heads \(1\) is not divisible"),
         (
-            {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8},
+            {"num_attention_heads": 6, "head_dim": 8},
             (1, 1, 1, 1, 4),
             (),
             "the 6 heads of each device are not divisible",
         ),
+        ({}, (3, 1, 1, 1, 1), (), "mesh 3,1,1,1,1 needs 3 devices, but there are 4"),
+        ({}, (3, -1, 1, 1, 1), (), "mesh 3,-1,1,1,1 needs a multiple of 3 devices, but there are 4"),
     ],
 )
-def test_what_does_not_divide_is_told(change, shape, replicated, message):
+def test_what_cannot_be_split_is_refused(change, shape, replicated, message):
     with pytest.raises(ValueError, match=message):
         init_model({**TINY, **change}, mesh=make_mesh(shape), replicated=replicated)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mesh": "2,2"}, "five numbers"),
-        ({"mesh": "1,x,1,1,1"}, "five numbers"),
-        ({"mesh": "-1,-1,1,1,1"}, "one may be -1 for the rest"),
-        ({"mesh": "0,1,1,1,1"}, "at least 1"),
-        ({"mesh_dcn": "2,-1,1,1,1"}, r"mesh_dcn must be numbers of slices, all at least 1, got '2,-1,1,1,1'"),
-    ],
-)
-def test_mesh_settings_are_checked(settings, message):
-    with pytest.raises(ValueError, match=message):
-        GRPOConfig(**settings)
-
-
-def test_a_mesh_has_all_devices():
-    with pytest.raises(ValueError, match="mesh 3,1,1,1,1 needs 3 devices, but there are 4"):
-        make_mesh((3, 1, 1, 1, 1))
-    with pytest.raises(ValueError, match="mesh 3,-1,1,1,1 needs a multiple of 3 devices, but there are 4"):
-        make_mesh((3, -1, 1, 1, 1))
-    assert dict(make_mesh((1, -1, 1, 2, 1)).shape) == {"dp": 1, "fsdp": 2, "ep": 1, "tp": 2, "sp": 1}
 
 
 @dataclass(frozen=True)
@@ -258,18 +227,12 @@ def test_slices_lie_along_the_axes_that_are_asked_for():
     mesh = make_mesh((1, -1, 1, 1, 1), devices, dcn=(1, 2, 1, 1, 1))
     assert [d.slice_index for d in mesh.devices.flat] == [0] * 4 + [1] * 4
     assert decoding_mesh(mesh, 4).devices.shape == (2, 1, 1, 4, 1)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dcn", "told"),
-    [
-        ((1, -1, 1, 1, 1), (2, 1, 1, 1, 1), r"mesh 1,8,1,1,1: dp \(1\) is not divisible by 2 slices.*mesh_dcn"),
-        ((-1, 1, 1, 1, 1), (4, 1, 1, 1, 1), r"mesh_dcn 4,1,1,1,1 needs 4 slices, but the devices belong to 2"),
-    ],
-)
-def test_meshes_that_slices_cannot_have(shape, dcn, told):
-    with pytest.raises(ValueError, match=told):
-        make_mesh(shape, devices_of_slices(2, 4), dcn)
+    for dcn, message in (
+        ((2, 1, 1, 1, 1), r"mesh 1,8,1,1,1: dp \(1\) is not divisible by 2 slices.*mesh_dcn"),
+        ((1, 4, 1, 1, 1), r"mesh_dcn 1,4,1,1,1 needs 4 slices, but the devices belong to 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_mesh((1, -1, 1, 1, 1), devices, dcn)
 
 
 def test_by_default_slices_lie_along_the_first_axis():
@@ -277,3 +240,63 @@ def test_by_default_slices_lie_along_the_first_axis():
     assert slices_along((1, 8, 1, 1, 1), 1) == [1, 1, 1, 1, 1]
     with pytest.raises(ValueError, match=r"mesh 1,16,1,1,1: dp \(1\) is not divisible by 2 slices"):
         slices_along((1, 16, 1, 1, 1), 2)
+
+
+# -- layers as a loop
+
+
+# a first layer that is dense, and windows that alternate; a last layer that is odd
+ODD_MIXTURE = {**EXPERTS, "model_type": "qwen3_moe", "num_hidden_layers": 5, "mlp_only_layers": [0]}
+ODD_MIXTURE |= {"num_experts": 4, "moe_intermediate_size": 16}
+SLIDING, FULL = "sliding_attention", "full_attention"
+ALTERNATING = {"model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 4, "query_pre_attn_scalar": 8}
+ALTERNATING |= {"layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING, SLIDING]}
+
+
+@pytest.mark.parametrize(("change", "compiled"), [(ALTERNATING, 4), (ODD_MIXTURE, 2)], ids=["windows", "experts"])
+def test_alike_layers_are_compiled_once(change, compiled):
+    config = read_config({**TINY, **change})
+    params = jax.eval_shape(lambda: init_model({**TINY, **change}, mesh=one_device_mesh()).params)
+
+    def layers_in(execution):
+        def states(params):
+            tokens = jnp.arange(5)
+            return forward(
+                config, params, tokens, tokens, lambda attn, cache, q, k, v: (q, cache), options=PassOptions(execution)
+            )
+
+        return str(jax.make_jaxpr(lambda params: states(params).hidden)(params)).count("name=layer")
+
+    assert layers_in(DIRECT) == config.num_layers
+    assert layers_in(execution_for("cpu", "none", scan_layers=True)) == compiled
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.heavy
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("change", "scale", "settings"),
+    [(ALTERNATING, 32, {"gradient_checkpointing": "full"}), (ODD_MIXTURE, 4, {"share_prefix": "never"})],
+    ids=["windows", "experts"],
+)
+def test_a_loop_gives_the_gradients_of_single_layers(change, scale, settings):
+    # Small weights give small outputs of attention, and the norm behind them multiplies rounding: at a scale of 4 the
+    # last bits of the weights alone moved the windows' gradient by 1.4e-5.
+    model = init_model({**TINY, **change}, mesh=one_device_mesh())
+    model = replace(model, params=jax.tree.map(lambda x: scale * x if x.ndim > 1 else x, model.params))
+    assert_same(model, **settings)
+
+
+@pytest.mark.long
+def test_of_adapters_too_with_the_same_inputs_left_out():
+    lora = LoRAConfig(r=4, lora_alpha=8, lora_dropout=0.3, modules_to_save=["norm"])
+    model = add_adapter(init_model({**TINY, "num_hidden_layers": 4}, mesh=one_device_mesh()), lora)
+    ones = jax.tree.map(lambda x: x + 0.1, model.adapter.trained)
+    assert_same(replace(model, adapter=replace(model.adapter, trained=ones)))
+
+
+def assert_same(model, **settings):
+    direct, of_direct = after_updates(model, **settings)
+    scanned, of_scanned = after_updates(model, scan_layers=True, **settings)
+    assert of_scanned["grad_norm"] == pytest.approx(of_direct["grad_norm"], rel=1e-5)
+    assert_trees_match(*(learner.state.params for learner in (direct, scanned)), atol=5e-6, rtol=0)

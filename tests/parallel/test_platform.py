@@ -1,4 +1,8 @@
-"""What is traced goes by the mesh's platform, not by the machine that traces."""
+"""Programs are traced for the mesh's platform; what is recorded of processors, and the flags of XLA for GPUs."""
+
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +15,9 @@ from groupax.models.decoder import causal_hidden, head_weights
 from groupax.models.families import read_config
 from groupax.models.logprobs import token_logprobs
 from groupax.models.specs import model_specs
+from groupax.parallel import accelerators
+from groupax.parallel.accelerators import GPU_FLAGS, set_gpu_flags
 from groupax.parallel.mesh import AXES
-from groupax.parallel.runtime import traced_platform
 from tests.conftest import TINY
 
 DEVICES = {
@@ -71,15 +76,59 @@ def test_a_cpu_without_matrix_units_multiplies_float32(monkeypatch):
     assert all(factor.dtype == jnp.float32 for factors in products_in(traced("cpu")) for factor in factors)
 
 
-@pytest.mark.parametrize("platform", DEVICES)
-def test_the_platform_is_that_of_the_mesh(platform):
-    seen = []
-    whole = PartitionSpec()
+# -- the processor and its flags
 
-    def local(x):
-        seen.append(traced_platform())
-        return x
+XEON = """processor\t: 0
+model name\t: Intel(R) Xeon(R) Processor
+flags\t\t: fpu sse4_2 avx avx2 avx512f avx512_vnni amx_tile
+"""
 
-    jax.make_jaxpr(jax.shard_map(local, mesh=mesh_of(platform), in_specs=whole, out_specs=whole))(1.0)
-    assert seen == [platform]
-    assert traced_platform() == jax.default_backend()
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", "AMX"),
+        ("--xla_cpu_max_isa=AVX2", "AVX2"),
+        ("--xla_cpu_max_isa=avx512 --other=1", "AVX512"),
+        ("--xla_cpu_max_isa=AVX2 --xla_cpu_max_isa=AVX512_BF16", "AVX512_VNNI"),  # the last one counts
+        ("--xla_cpu_max_isa=NONSENSE", "AMX"),
+    ],
+)
+def test_programs_use_the_widest_set_that_they_may(tmp_path, monkeypatch, flags, expected):
+    path = tmp_path / "cpuinfo"
+    path.write_text(XEON)
+    monkeypatch.setattr(accelerators, "CPUINFO", path)
+    assert accelerators.processor_name() == "Intel(R) Xeon(R) Processor"
+    assert accelerators.instruction_set(flags) == expected
+
+
+def test_a_machine_without_cpuinfo_has_its_architecture(tmp_path, monkeypatch):
+    monkeypatch.setattr(accelerators, "CPUINFO", tmp_path / "none")
+    monkeypatch.setattr(accelerators.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(accelerators.platform, "processor", lambda: "")
+    assert accelerators.processor_name() == accelerators.instruction_set() == "aarch64"
+
+
+def test_flags_of_the_user_are_kept(monkeypatch):
+    name, value = next(iter(GPU_FLAGS.items()))
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=7 --xla_dump_to=somewhere")
+    set_gpu_flags()
+    flags = dict(flag.removeprefix("--").split("=") for flag in os.environ["XLA_FLAGS"].split())
+    assert flags == {**GPU_FLAGS, name: "7", "xla_dump_to": "somewhere"}
+    assert value != "7"
+    set_gpu_flags()
+    assert len(os.environ["XLA_FLAGS"].split()) == len(flags)
+
+
+@pytest.mark.parametrize(("flags", "jaxlib"), [("flags.txt", "0.10.2"), ("", "0.11.0")])
+def test_files_of_flags_and_unknown_versions_are_left_alone(monkeypatch, flags, jaxlib):
+    monkeypatch.setattr(accelerators.version, "__version__", jaxlib)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    set_gpu_flags()
+    assert os.environ["XLA_FLAGS"] == flags
+
+
+def test_the_installed_jaxlib_knows_the_flags(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    set_gpu_flags()
+    subprocess.run([sys.executable, "-c", "import jax; jax.numpy.ones(3)"], check=True, env=os.environ)

@@ -1,6 +1,5 @@
 """Several processes with devices of their own make one run."""
 
-import itertools
 import json
 import os
 import pickle
@@ -16,17 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from groupax import init_model, save_model
-from groupax.cli.main import main
 from groupax.errors import RunError
 from groupax.launch.program import free_port
 from groupax.parallel.processes import (
-    _bind_address,
     _distributed_arguments,
     _refuse_torchrun,
     accept_peers,
     connect_to_primary,
     listen_for_peers,
-    own_address,
 )
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
@@ -198,8 +194,8 @@ else:
 """
 
 
-def peers_of_three(end):
-    listener, address = listen_for_peers("127.0.0.1")
+def peers_of_three(end, listening=None):
+    listener, address = listening or listen_for_peers("127.0.0.1")
     command, told = [sys.executable, "-W", "ignore", "-c", PEER], pickle.dumps(address).hex()
     others = [
         subprocess.Popen([*command, str(own), told, end], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -209,13 +205,6 @@ def peers_of_three(end):
     assert peers.all_gather_object("first") == ["first", {"number": 1}, {"number": 2}]
     assert [len(each) for each in peers.all_gather_object(b"")] == [0, 3_000_000, 3_000_000]
     return peers, others
-
-
-def test_processes_exchange_objects_and_leave_together():
-    peers, others = peers_of_three("leave")
-    peers.leave()
-    assert [other.communicate()[1] for other in others] == [b"", b""]
-    assert not peers.failed
 
 
 @pytest.mark.heavy
@@ -256,21 +245,15 @@ def test_each_of_two_processes_makes_its_calls_and_both_learn_the_outcomes(monke
     ]
 
 
-def test_silent_and_foreign_connections_hold_up_no_start():
+def test_silent_and_foreign_connections_hold_up_no_start_for_long(monkeypatch):
+    monkeypatch.setattr("groupax.parallel.processes.GREETING_S", 1.0)
     listener, address = listen_for_peers("127.0.0.1")
-    hosts, port, secret = address
+    hosts, port, _ = address
     with ExitStack() as strangers:
         silent = [strangers.enter_context(socket.create_connection((hosts[0], port))) for _ in range(3)]
         silent[1].sendall(b"\x00\x00\x00\x20" + b"x" * 32)  # an answer without the secret
         silent[2].sendall(b"GET / HTTP/1.1\r\n\r\n")
-        command = [sys.executable, "-W", "ignore", "-c", PEER]
-        others = [
-            subprocess.Popen([*command, str(own), pickle.dumps(address).hex(), "leave"], stderr=subprocess.PIPE)
-            for own in (1, 2)
-        ]
-        peers = accept_peers(listener, secret, 3)
-        assert peers.all_gather_object("first") == ["first", {"number": 1}, {"number": 2}]
-        peers.all_gather_object(b"")
+        peers, others = peers_of_three("leave", (listener, address))
         peers.leave()
         assert [other.communicate()[1] for other in others] == [b"", b""]
 
@@ -280,20 +263,6 @@ def test_processes_that_do_not_connect_are_named(monkeypatch):
     listener, (_, _, secret) = listen_for_peers("127.0.0.1")
     with pytest.raises(RunError, match=r"processes 1, 2 of 3 did not connect to process 0 on port \d+ within 0 s"):
         accept_peers(listener, secret, 3)
-
-
-@pytest.mark.parametrize(
-    ("host", "bound"),
-    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("192.0.2.7", None), ("no.invalid", None)],
-)
-def test_a_coordinator_listens_at_the_address_that_it_was_given(host, bound):
-    assert own_address(host) == bound
-    address = f"[{host}]:5" if ":" in host else f"{host}:5"
-    told = _bind_address({"coordinator_address": address, "process_id": 0})
-    assert told == (
-        {} if bound is None else {"coordinator_bind_address": f"[{bound}]:5" if ":" in bound else f"{bound}:5"}
-    )
-    assert _bind_address({"coordinator_address": address, "process_id": 1}) == {}
 
 
 def test_a_process_that_cannot_be_reached_is_told(monkeypatch):
@@ -313,37 +282,25 @@ def one_process(place):
 
 
 @pytest.mark.long
-def test_two_processes_are_one_run(place, one_process):
-    statuses, errors = run(place / "two", 2, 2, {"save_steps": 2})
-    assert statuses == [0, 0], errors
-    assert assert_same_run(one_process, place / "two") == {0, 1}
-    # one writes, and the checkpoint goes on in one process as in two
-    assert sorted(path.name for path in (place / "two" / "run").glob("*.jsonl")) == [
-        "diagnostics.jsonl",
-        "metrics.jsonl",
-    ]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("number", "devices", "mesh"), [(2, 2, "1,4,1,1,1"), (2, 2, "2,1,1,2,1"), (4, 1, "1,-1,1,1,1")]
+    ("number", "devices", "settings"),
+    [
+        (2, 2, {"save_steps": 2}),
+        (2, 2, {"mesh": "1,4,1,1,1"}),
+        (2, 2, {"mesh": "2,1,1,2,1"}),
+        (4, 1, {"mesh": "1,-1,1,1,1"}),
+        (2, 2, {"decoding_tp": 2}),  # within a process
+        (2, 1, {"decoding_tp": 2}),  # over two
+        (2, 1, {"decoding_tp": 2, "mesh": "1,2,1,1,1"}),
+    ],
+    ids=str,
 )
-def test_weights_split_over_processes(place, one_process, number, devices, mesh):
-    folder = place / f"{number}x{mesh}"
-    statuses, errors = run(folder, number, devices, {"mesh": mesh})
+def test_several_processes_are_one_run(tmp_path, place, one_process, number, devices, settings):
+    folder = place / tmp_path.name
+    statuses, errors = run(folder, number, devices, settings)
     assert statuses == [0] * number, errors
     assert len(assert_same_run(one_process, folder)) == number
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("devices", "mesh"), [(2, None), (1, None), (1, "1,2,1,1,1")], ids=["within", "across", "across-fsdp"]
-)
-def test_weights_shared_to_decode_with_in_a_process_and_over_two(place, one_process, devices, mesh):
-    folder = place / f"shared{devices}{mesh}"
-    statuses, errors = run(folder, 2, devices, {"decoding_tp": 2, **({"mesh": mesh} if mesh else {})})
-    assert statuses == [0, 0], errors
-    assert assert_same_run(one_process, folder) == {0, 1}
+    assert {path.name for path in (folder / "run").glob("*.jsonl")} == {"diagnostics.jsonl", "metrics.jsonl"}
 
 
 @pytest.mark.drawn(4, "episodes")
@@ -398,33 +355,6 @@ def test_a_signal_to_one_stops_all_and_all_go_on(place, one_process):
     statuses, errors = run(folder, 2, 2, {})
     assert statuses == [0, 0], errors
     assert_same_run(one_process, folder)
-
-
-@pytest.mark.long
-def test_an_evaluation_by_two_processes_is_told_and_written_once(place, monkeypatch, capfd):
-    (place / "rows.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("ab", "c", "dea")))
-    (place / "one_reward.py").write_text(
-        "def short(completions):\n    return [float(len(c) < 9) for c in completions]\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(place))
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
-    told = []
-    for number in (1, 2, 2):
-        argv = f"launch local -n {number} -- eval --model {place}/model --dataset set={place}/rows.jsonl"
-        argv += f" --reward_funcs one_reward:short --output_dir {place}/eval --max_prompt_length 8"
-        assert main(argv.split()) == 0
-        told.append(capfd.readouterr().out)
-    for text in told[1:]:
-        assert not [line for line in text.splitlines() if line.startswith("[1] ") and "[Gloo]" not in line]
-    for text, line in itertools.product(told, ("set, greedy: 3 prompts", "positions", "result: ")):
-        assert text.count(line) == 1
-    assert [text.count("the earlier evaluation") for text in told] == [0, 1, 1]
-    assert sorted(path.name for path in place.glob("eval*")) == ["eval", "eval.1", "eval.2"]
-    for folder in place.glob("eval*"):
-        assert sorted(path.name for path in folder.iterdir()) == ["result.json", "set.greedy.jsonl"]
-    texts = {(place / name / "set.greedy.jsonl").read_text() for name in ("eval", "eval.1", "eval.2")}
-    assert len(texts) == 1
 
 
 @pytest.mark.heavy

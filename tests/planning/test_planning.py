@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +36,9 @@ from groupax.planning.abstract import DoesNotFitError, Program, device_bytes, ho
 from groupax.planning.counting import Counts, bytes_between_hosts, count_program
 from groupax.planning.devices import Target, find_target, prepare
 from groupax.planning.fitting import Plan, Request, find_fitting_plan, make_plan
-from groupax.planning.measured import OTHER, Compiler, Extrapolation, Measured, few_layers, step_seconds, whole_program
+from groupax.planning.measured import OTHER, Compiler, Extrapolation, Measured, few_layers, whole_program
 from groupax.planning.run import trace_run
-from groupax.planning.tables import format_plan, verdict
+from groupax.planning.tables import verdict
 from groupax.runs.build import engine_for, learner_settings, lora_for
 from groupax.terminal.activities import Activities
 from groupax.training.learner import Learner
@@ -60,14 +61,11 @@ def counted(function, *shapes, loop_steps=1):
     return count_program(jax.jit(function).trace(*arrays).jaxpr, loop_steps)
 
 
-def test_products_are_counted_with_the_bytes_that_they_touch():
+@pytest.mark.parametrize("matmul", [lambda rows, w, sizes: lax.ragged_dot(rows, w.mT, sizes), grouped_matmul])
+def test_products_are_counted_with_the_bytes_that_they_touch(matmul):
     counts = counted(lambda a, b: jnp.einsum("bij,bkj->bik", a, b), (3, 5, 7), (3, 11, 7))
     assert counts == Counts(2.0 * 3 * 5 * 7 * 11, 4.0 * 3 * (5 * 7 + 11 * 7 + 5 * 11))
     assert counted(lambda a: jnp.tanh(a) + a.sum(), (3, 5)) == Counts()
-
-
-@pytest.mark.parametrize("matmul", [lambda rows, w, sizes: lax.ragged_dot(rows, w.mT, sizes), grouped_matmul])
-def test_ragged_products_and_their_gradients_are_counted(matmul):
     sizes = jnp.array([3, 0, 5], jnp.int32)
 
     def loss(rows, matrices):
@@ -78,30 +76,20 @@ def test_ragged_products_and_their_gradients_are_counted(matmul):
     assert counted(jax.grad(loss, argnums=(0, 1)), *shapes).flops == 3 * flops
 
 
-def test_loops_count_as_often_as_they_run():
+def test_loops_count_as_often_as_they_run_and_of_branches_the_largest():
     def product(x):
         return x @ x
-
-    once = 2.0 * 6**3
-    assert counted(lambda x: lax.fori_loop(0, 5, lambda _, y: product(y), x), (6, 6)).flops == 5 * once
-    assert counted(lambda x: lax.scan(lambda y, _: (product(y), None), x, length=4)[0], (6, 6)).flops == 4 * once
 
     def until(x):
         return lax.while_loop(lambda y: y[0, 0] < 9, product, x)
 
-    assert counted(until, (6, 6), loop_steps=32).flops == 32 * once
+    once = 2.0 * 6**3
+    assert counted(lambda x: lax.fori_loop(0, 5, lambda _, y: product(y), x), (6, 6)).flops == 5 * once
     assert counted(lambda x: lax.scan(lambda y, _: (until(y), None), x, length=4)[0], (6, 6), loop_steps=3) == (
         Counts(once, 3.0 * 4 * 36).times(12)
     )
-
-
-def test_the_largest_branch_counts_and_programs_within_programs():
-    def branches(x):
-        return lax.cond(x[0, 0] > 0, lambda y: y @ y @ y, lambda y: y @ y, x)
-
-    once = 2.0 * 6**3
-    assert counted(branches, (6, 6)).flops == 2 * once
-    assert counted(jax.jit(lambda x: jax.jit(branches)(x) @ x), (6, 6)).flops == 3 * once
+    branches = jax.jit(lambda x: lax.cond(x[0, 0] > 0, lambda y: y @ y @ y, product, x) @ x)
+    assert counted(branches, (6, 6)).flops == 3 * once
 
 
 def test_a_kernels_blocks_count_as_often_as_they_are_multiplied_and_moved():
@@ -160,36 +148,9 @@ def test_exchanges_that_are_not_counted_are_an_error():
         exchange(lambda x: lax.ppermute(x, "tp", [(0, 1), (1, 0)]), (8, 8), ALONG)
 
 
-class Device:
-    """A device of a host."""
-
-    def __init__(self, host):
-        self.process_index = host
-
-
 def test_what_hosts_send_each_other_is_shared_by_their_devices():
-    def on(*hosts):
-        return bytes_between_hosts(24.0, map(Device, hosts))
-
-    assert on(0, 0, 0, 0) == 0
-    assert on(0, 0, 1, 1) == 24 / 2, "two rings, each through a port of its own"
-    assert on(0, 1, 2, 3) == 24
-
-
-def test_products_of_8_bit_floats_are_counted_apart():
-    def flops(left, right):
-        arrays = [jax.ShapeDtypeStruct((4, 4), dtype) for dtype in (left, right)]
-        counts = count_program(
-            jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32)).trace(*arrays).jaxpr
-        )
-        return counts.flops, counts.fp8_flops
-
-    once, fp8 = 2.0 * 4**3, jnp.float8_e4m3fn
-    assert flops(fp8, fp8) == (once, once)
-    assert flops(jnp.int8, jnp.int8) == flops(jnp.bfloat16, jnp.bfloat16) == (once, 0)
-    chip, mixed = replace(tiny_chip(1e9), fp8_flops=2e12), Counts(3e12, fp8_flops=2e12)
-    assert Measured("admit", 1, {}, mixed).seconds(chip)["arithmetic"] == 1 + 1
-    assert Measured("admit", 1, {}, mixed).seconds(tiny_chip(1e9))["arithmetic"] == 3
+    for hosts, expected in (((0, 0, 0, 0), 0), ((0, 0, 1, 1), 12), ((0, 1, 2, 3), 24)):  # 12: two rings, a port each
+        assert bytes_between_hosts(24.0, [SimpleNamespace(process_index=host) for host in hosts]) == expected
 
 
 @pytest.mark.heavy
@@ -224,19 +185,6 @@ DEEP = {**TINY, "num_hidden_layers": 9}
 
 def layers_of(models):
     return [(model.config.num_layers, model.weight) for model in models]
-
-
-def test_a_few_layers_of_each_kind_stand_for_all():
-    assert layers_of(few_layers(read_config(DEEP))) == [(2, 1 - 3.5), (4, 3.5)]
-    assert layers_of(few_layers(read_config({**DEEP, "num_hidden_layers": 4}))) == [(4, 1.0)]
-    mixed = replace(read_config(DEEP), windows=(None, 8, 8, None, 8, 8, 8, 8, 8))
-    few = few_layers(mixed)
-    assert layers_of(few) == [(4, 1 - 2.5), (6, 2.5)]
-    assert [model.config.windows for model in few] == [(None, 8, 8, None), (None, 8, 8, None, 8, 8)]
-    experts = read_config({**MIXTURE, "num_hidden_layers": 9}).experts
-    few = few_layers(replace(read_config(DEEP), experts=replace(experts, layers=(3, 4, 5, 6, 7, 8))))
-    assert [model.config.experts.layers for model in few] == [(3, 4), (3, 4, 5, 6)]
-    assert layers_of(few) == [(5, 1 - 2.0), (7, 2.0)]
 
 
 def test_an_adapter_of_some_layers_only_is_planned_with_all_of_them():
@@ -420,55 +368,17 @@ def _bytes_of_shapes(cache, chunks):
     return sum(jax.tree.leaves(shards))
 
 
-@pytest.mark.heavy
-def test_what_lies_on_the_hosts_leaves_room_and_takes_time():
-    config, chip, mesh = read_config(SMALL), tiny_chip(1e9), make_mesh((1, 4, 1, 1, 1))
-    args = GRPOConfig(prompts_per_step=2, num_generations=2, max_completion_length=16, dtype="bfloat16", beta=0.1)
-    whole = trace_run(config, mesh, args)
-    run = trace_run(config, mesh, replace(args, offload_optimizer=True, offload_reference=True))
-    saved = device_bytes(whole.residents) - device_bytes(run.residents)
-    there = {kind: host_bytes({kind: tree}) for kind, tree in run.residents.items()}
-    assert saved == sum(there.values())
-    assert {kind for kind, size in there.items() if size} == {"optimizer", "reference"}
-    assert (whole.fetched_bytes, run.fetched_bytes) == (0.0, there["reference"])
-    compiler, seconds = Compiler(), {}
-    for each in (whole, run):
-        [update] = [program for program in each.programs if program.name == "apply_update"]
-        measured = whole_program(config, update).measured(each, [compiler.compiled(update, "cpu")])
-        assert measured.memory[OTHER] >= 0
-        seconds[each] = measured.seconds(chip)["host"]
-        assert step_seconds([], each, chip)["scoring"] == each.fetched_bytes / chip.host_bytes_per_s
-    assert (seconds[whole], seconds[run]) == (0.0, 2 * there["optimizer"] / chip.host_bytes_per_s)
-    lora = replace(args, lora_r=4, offload_reference=True)
-    with pytest.raises(ValueError, match="offload_reference must be False with an adapter"):
-        trace_run(config, mesh, lora, lora_for(lora, None))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"base_weights": "nf4", "lora_r": 4}, "base_weights 'nf4' is not supported by plans; leave it at 'same'"),
-        ({"max_staleness": 1, "rollout_correction": "token_truncate"}, "max_staleness 1 is not supported by plans"),
-        ({"rollout_servers": ("http://a:1",)}, "rollout_servers .* is not supported by plans"),
-    ],
-)
-def test_runs_that_are_not_planned_for_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        trace_run(read_config(SMALL), one_device_mesh(), GRPOConfig(prompts_per_step=2, **settings))
-
-
 def test_what_no_device_can_hold_is_told_before_anything_is_compiled():
     config, args = read_config(SMALL), GRPOConfig(max_completion_length=32, prompts_per_step=4, num_generations=4)
     masters = 3.0 * 4 * sum(math.prod(spec.shape) for spec in jax.tree.leaves(model_specs(config)))
-    with pytest.raises(DoesNotFitError, match="weights and optimizer alone need") as raised:
-        trace_run(config, make_mesh(), args, None, masters)
-    assert not raised.value.in_rollout
-    with pytest.raises(DoesNotFitError, match="are left for a rollout's keys and values: a completion of 32") as raised:
-        trace_run(config, make_mesh(), args, None, masters + 50_000.0)
-    assert raised.value.in_rollout
-    with pytest.raises(DoesNotFitError, match="the weights for decoding rollouts need") as raised:
-        trace_run(config, make_mesh((1, 4, 1, 1, 1)), args, None, masters / 4 + 10_000)
-    assert raised.value.in_rollout
+    for mesh, memory, message, in_rollout in (
+        (make_mesh(), masters, "weights and optimizer alone need", False),
+        (make_mesh(), masters + 50_000.0, "are left for a rollout's keys and values: a completion of 32", True),
+        (make_mesh((1, 4, 1, 1, 1)), masters / 4 + 10_000, "the weights for decoding rollouts need", True),
+    ):
+        with pytest.raises(DoesNotFitError, match=message) as raised:
+            trace_run(config, mesh, args, None, memory)
+        assert raised.value.in_rollout == in_rollout
     assert trace_run(config, make_mesh(), args, None, masters + 10_000_000).cache.num_slots == 4
 
 
@@ -488,31 +398,21 @@ def test_slices_and_virtual_devices_have_names(monkeypatch, tmp_path):
     library.parent.mkdir()
     library.touch()
     for name, slice_name in [("TPU v5e-32", "v5e-32"), ("v5litepod-32", "v5e-32"), ("tpu-v4-64", "v4-64")]:
-        os.environ.clear()
-        sys.path.clear()
         prepare(name, tmp_path)
-        assert os.environ["TPU_ACCELERATOR_TYPE"] == slice_name
-        assert os.environ["TPU_LIBRARY_PATH"] == str(library)
+        assert (os.environ["TPU_ACCELERATOR_TYPE"], os.environ["TPU_LIBRARY_PATH"]) == (slice_name, str(library))
         assert sys.path[0] == str(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "mi300-8",
-            "no TPU slice 'mi300-8'; kinds of slices are v4, v5e, v5p, v6e, e.g. v4-64 or v5e-32; kinds of GPUs",
-        ),
+        ("mi300-8", "no TPU slice 'mi300-8'; kinds of slices are v4, v5e, v5p, v6e, e.g. v4-64 or v5e-32; kinds of GP"),
         ("h100:8", "no GPUs 'h100:8'; kinds of GPUs are a100, a100-40g, h100, h200, b200, l40s, rtx4090, e.g. h100-8"),
-        ("h100-0", "no GPUs 'h100-0'"),
         ("h100-12", "several hosts have 8 GPUs each, so that the number must be a multiple"),
         ("rtx4090-16", "plans for rtx4090 are limited to one host of at most 8 GPUs"),
         ("cpu:0", "virtual CPU devices are cpu:8"),
-        ("v7-8", "no TPU slice 'v7-8'"),
         ("v4-4", "'v4-4' is not a known size of a v4 slice; sizes are v4-8, v4-16, v4-32"),
-        ("v5p-12288", "'v5p-12288' is not a known size of a v5p slice"),
         ("v6e-512", "the largest known v6e slice is v6e-256"),
-        ("v4-16384", "the largest known v4 slice is v4-8192"),
     ],
 )
 def test_devices_that_do_not_exist_are_told(name, message, tmp_path):
@@ -568,15 +468,12 @@ def test_the_nearest_change_comes_first():
     assert not plan.fits
     half, offload = plan.run.micro_batch_cells // 2, ["--offload_optimizer"]
     assert changes(plan) == ["--gradient_checkpointing full", f"--micro_batch_tokens {half}", *offload, "v5e-2"]
-    small = replace(TRAIN, gradient_checkpointing="full", micro_batch_tokens=96, mesh="1,1,1,1,1")
-    *_, larger = fitting._changes(read_config(TINY), a_plan("micro_step", replace(small, mesh="1,-1,1,1,1")))
-    assert (larger.devices, larger.args.mesh) == ("v5e-2", "1,-1,1,1,1")
     assert changes(a_plan("apply_update")) == [*offload, "v5e-2"], "one device splits nothing"
     two = a_plan("apply_update", shape=(2, 1, 1, 1, 1), devices="v5e-2")
     assert changes(two) == ["--mesh 1,-1,1,1,1", *offload, "v5e-4"]
-    scored = replace(TRAIN, beta=0.1)
-    assert changes(a_plan("apply_update", scored)) == ["--offload_reference", *offload, "v5e-2"]
-    assert changes(a_plan("apply_update", replace(scored, offload_optimizer=True, offload_reference=True))) == ["v5e-2"]
+    scored = a_plan("apply_update", replace(TRAIN, beta=0.1))
+    assert changes(scored) == ["--offload_reference", *offload, "v5e-2"]
+    small = replace(TRAIN, gradient_checkpointing="full", micro_batch_tokens=96, mesh="1,1,1,1,1")
     fixed = list(fitting._changes(read_config(TINY), a_plan("micro_step", small)))[-1]
     assert (fixed.devices, fixed.args.mesh) == ("v5e-2", "1,-1,1,1,1"), "the mesh of one device is none of two"
 
@@ -602,14 +499,6 @@ def test_settings_are_found_that_fit(few_bytes):
     assert found.request.changes[1].startswith("--micro_batch_tokens")
 
 
-def test_nothing_fits_where_nothing_can(few_bytes):
-    few_bytes(1000.0)
-    plan = make_plan(read_config(SMALL), Request("v5e-256", TRAIN), None, Compiler(), activities())
-    assert str(plan.fault).startswith("weights and optimizer alone need")
-    assert verdict(plan) == format_plan(plan) == f"does not fit: {plan.fault}"
-    assert plan.programs == ()
-
-
 class Uncompilable:
     """A traced function whose compilation fails."""
 
@@ -633,12 +522,12 @@ def uncompilable(message):
 def test_a_compiler_that_gives_up_says_how_much_memory_it_takes():
     compiler = Compiler()
     full = "RESOURCE_EXHAUSTED: x temporaries (1.50G) exceeds available HBM"
-    compiled = compiler.compiled(uncompilable(full), "tpu")
+    compiled = compiler.compiled(uncompilable(full))
     assert compiled.temporary_bytes == 1.5 * 2**30
-    assert compiler.compiled(uncompilable(full), "tpu") is compiled
+    assert compiler.compiled(uncompilable(full)) is compiled
     for message in ("INTERNAL: Mosaic failed", "RESOURCE_EXHAUSTED: of threads"):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-            compiler.compiled(uncompilable(message), "tpu")
+            compiler.compiled(uncompilable(message))
 
 
 # -- the command
@@ -658,7 +547,7 @@ LENGTHS = ["--max_completion_length", "16", "--prompts_per_step", "2", "--num_ge
 @pytest.mark.heavy
 def test_a_plan_is_told_as_tables_and_as_numbers(config_file, tmp_path):
     out = tmp_path / "plan.json"
-    command = [sys.executable, "-m", "groupax", "plan", "--model", str(tmp_path), "--devices", "cpu:2", *LENGTHS]
+    command = [sys.executable, "-m", "groupax", "plan", "--model", str(config_file), "--devices", "cpu:2", *LENGTHS]
     done = subprocess.run([*command, "--json", str(out)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "cpu:2: 2 devices, dp 2\n4 completions of 16 tokens in each rollout, 1 update on them" in done.stdout
@@ -667,18 +556,13 @@ def test_a_plan_is_told_as_tables_and_as_numbers(config_file, tmp_path):
     names = ["admit", "decode_chunk", "micro_step", "all_reduce", "apply_update"]
     assert [program["name"] for program in record["programs"]] == names
     lines = done.stdout.splitlines()
-    for heading, cells in (("memory of a device, MB", 8), ("work of a device in one run of each program", 4)):
+    for heading in ("memory of a device, MB", "work of a device in one run of each program"):
         first, last = (index for index, line in enumerate(lines) if line == heading)
         assert lines[first + 2].split()[0] == names[0], "an estimate comes first"
-        table = lines[last + 2 :][: len(names)]
-        assert [line.split()[0] for line in table] == names
-        assert len(table[2].split()) >= cells - 2
+        assert [line.split()[0] for line in lines[last + 2 :][: len(names)]] == names
     largest = max(program["total"] for program in record["programs"])
     assert lines[-1] == f"the peak is {largest / 1e6:.2f} MB per device, in micro_step"
-    for program in record["programs"]:
-        assert program["total"] == sum(program["memory"].values())
-        assert f"{program['name']}: " in done.stderr
-    assert "Traceback" not in done.stderr
+    assert all(program["total"] == sum(program["memory"].values()) for program in record["programs"])
 
 
 @pytest.mark.heavy
@@ -686,60 +570,53 @@ def test_what_does_not_fit_ends_with_status_1(config_file, tmp_path, few_bytes, 
     (tmp_path / "libtpu").mkdir()
     (tmp_path / "libtpu" / "libtpu.so").touch()
     monkeypatch.setattr(sys, "path", list(sys.path))
-    masters = 12 * sum(math.prod(spec.shape) for spec in jax.tree.leaves(model_specs(read_config(SMALL))))
-    few_bytes(0.9 * masters)
+    few_bytes(0.9 * 12 * sum(math.prod(spec.shape) for spec in jax.tree.leaves(model_specs(read_config(SMALL)))))
     base = ["plan", "--model", str(config_file), "--libtpu", str(tmp_path), "--json", str(tmp_path / "plan.json")]
     assert main([*base, "--devices", "v5e-1", *LENGTHS]) == 1
     first, *_, last = capsys.readouterr().out.strip().splitlines()
     assert first.startswith("does not fit: weights and optimizer alone need")
-    asked, *found = json.loads((tmp_path / "plan.json").read_text())
+    [asked] = json.loads((tmp_path / "plan.json").read_text())
     assert (asked["fits"], asked["changes"], "programs" in asked) == (False, [], False)
-    assert (last, found) == ("no change of a few settings makes it fit", []), "activations take more than all weights"
+    assert last == "no change of a few settings makes it fit", "activations take more than all weights"
 
 
-def test_models_are_read_and_settings_refused(config_file, tmp_path, capsys):
-    def told(*words):
-        status = main(["plan", "--devices", "cpu:4", *words])
-        return status, capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--lora_r", "4", "--base_weights", "nf4"],
+            "base_weights 'nf4' is not supported by plans; leave it at 'same'",
+        ),
+        (["--rollout_servers", "http://a:1"], "is not supported by plans"),
+        (
+            ["--max_staleness", "1", "--rollout_correction", "token_truncate"],
+            "max_staleness 1 is not supported by plans",
+        ),
+        (["--model", "nothing"], "nothing"),
+        (["--mesh", "1,1,1,4,1"], "kv_heads (2) is not divisible by tp=4"),
+        (["--recipe", "gsm8k", "--max_completion_length", "513"], "max_completion_length 513 leaves no room"),
+    ],
+)
+def test_runs_that_are_not_planned_for_are_refused(config_file, words, message, capsys):
+    assert main(["plan", "--devices", "cpu:4", "--model", str(config_file), *words]) == 2
+    assert message in capsys.readouterr().err
 
-    status, error = told("--model", str(config_file), "--lora_r", "4", "--base_weights", "nf4")
-    assert (status, "base_weights 'nf4' is not supported by plans" in error) == (2, True)
-    status, error = told("--model", str(tmp_path / "nothing"))
-    assert (status, "nothing" in error) == (2, True)
-    status, error = told("--model", str(config_file), "--mesh", "1,1,1,4,1")
-    assert (status, "kv_heads (2) is not divisible by tp=4" in error) == (2, True)
-    status, error = told("--model", str(config_file), "--recipe", "gsm8k", "--max_completion_length", "513")
-    assert (status, "max_completion_length 513 leaves no room" in error) == (2, True)
 
-
-def test_a_recipes_defaults_are_fitted_to_the_model_as_in_training(config_file, monkeypatch, capsys):
+def test_defaults_are_fitted_and_a_4_bit_base_is_planned_as_one_that_is_not(config_file, monkeypatch, capsys):
     planned = []
 
     def of_asked(config, request, *_, **__):
-        planned.append(request.args.max_completion_length)
-        raise Recorded
-
-    monkeypatch.setattr(fitting, "make_plan", of_asked)
-    positions = SMALL["max_position_embeddings"]
-    with pytest.raises(Recorded):
-        main(["plan", "--devices", "cpu:4", "--model", str(config_file), "--recipe", "gsm8k"])
-    assert planned == [positions // 2]
-    assert f"completions have at most {positions // 2} tokens instead of the default 512" in capsys.readouterr().err
-
-
-def test_a_4_bit_base_is_planned_as_one_that_is_not_and_told(config_file, tmp_path, monkeypatch, capsys):
-    planned = []
-
-    def of_asked(config, *_, **__):
-        planned.append(config)
+        planned.append((config, request.args.max_completion_length))
         raise Recorded
 
     monkeypatch.setattr(fitting, "make_plan", of_asked)
     config_file.write_text(json.dumps({**SMALL, "quantization_config": quantization_config("bfloat16")}))
-    command = ["plan", "--devices", "cpu:4", "--model", str(config_file)]
+    command, positions = ["plan", "--devices", "cpu:4", "--model", str(config_file)], SMALL["max_position_embeddings"]
     with pytest.raises(Recorded):
-        main([*command, "--lora_r", "4"])
-    assert planned == [read_config(SMALL)]
-    assert "the base has 4-bit weights; the plan assumes that it is not quantized" in capsys.readouterr().err
+        main([*command, "--recipe", "gsm8k", "--lora_r", "4"])
+    assert planned == [(read_config(SMALL), positions // 2)]
+    told = capsys.readouterr().err
+    assert f"completions have at most {positions // 2} tokens instead of the default 512" in told
+    assert "the base has 4-bit weights; the plan assumes that it is not quantized" in told
     assert main(command) == 2
     assert "have 4 bits; train an adapter" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The step that a metric went wrong in, and the rows that did it."""
+"""The step that a metric went wrong in, what differs in it today, and its rows."""
 
 import shutil
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 
 from groupax import bisect_run, init_model
 from groupax.replay.bisect import bisected
-from groupax.replay.causes import halved, parsed_condition, ratio, to_blame
+from groupax.replay.causes import halved, parsed_condition, to_blame
 from groupax.replay.influence import influence_of
 from groupax.replay.recorded import recorded_run
 from groupax.replay.session import settings_of
@@ -23,12 +23,6 @@ from tests.training.test_trainer import PROMPTS, a_trainer
 from .test_replay import ONE_LAYER, again
 
 SETTINGS = {"max_steps": 6, "replay_state_gb": 0.0, "beta": 0.001, "scale_rewards": "none"}
-
-
-def dividing_loss(terms, settings):
-    """Divides by the logarithm of a completion's length, which is 0 for one token."""
-    lengths = jnp.maximum(jnp.sum(terms.mask, axis=-1, keepdims=True), 1).astype(jnp.float32)
-    return -terms.ratio * terms.advantage / jnp.log(lengths)
 
 
 def with_rate(trainer, at=3):
@@ -61,13 +55,10 @@ def with_nan(trainer, at=4):
     trainer.next_rows = spoiled
 
 
-def makes(reward=letters, data=PROMPTS, spoil=None):
+def makes(reward=letters, data=PROMPTS):
     def make(target, args):
         model, tokenizer = init_model(ONE_LAYER, seed=0), a_tokenizer(eos_token="<eos>")
-        trainer = ReplayTrainer(target, model, reward, args, data, None, tokenizer)
-        if spoil is not None:
-            spoil(trainer)
-        return trainer
+        return ReplayTrainer(target, model, reward, args, data, None, tokenizer)
 
     return make
 
@@ -102,37 +93,22 @@ def test_a_reward_that_was_flipped_once(tmp_path):
     assert bisection.step == 4
     assert bisection.parted.step == 4
     assert "50 in the run" in text
-    assert bisection.cause.step == 4
-    assert bisection.cause.left_out == (1,)
-    assert bisection.cause.rise.undone(bisection.cause.without) > 0.9
-    assert "(undoes " in text
-    bisection, text = found(tmp_path, trainer, "reward > 2", makes())
-    assert bisection.cause is None
-    assert "scored today, the completions of step 4 do not: it is what differs that did it" in text
-    shares = again(tmp_path / "run", 4, why=True).shares  # of the rows as they were, not with today's reward
+    assert "rows of step 4 by their share of the gradient:" in text
+    shares = bisection.shares  # of the rows as they were, not with today's reward
     assert max(zip(shares.influence.shares, shares.completions, strict=True))[1] == 1
     shutil.rmtree(tmp_path / "run" / "rollouts")
     with pytest.raises(ValueError, match="the shares of its rows are not known"):
         again(tmp_path / "run", 4, why=True)
     _, text = found(tmp_path, trainer, "grad_norm > 5", makes())
-    assert "were not kept, so that its update cannot be repeated with their rewards" in text
-
-
-@pytest.mark.drawn(2, "sabotage")
-@pytest.mark.heavy
-def test_the_outlier_of_a_group_is_named_also_where_its_others_move_more(tmp_path):
-    trainer = with_a_flip(tmp_path, lora_r=4)
-    bisection, _ = found(tmp_path, trainer, "grad_norm > 1.6", makes())
-    assert (bisection.cause.step, bisection.cause.is_own) == (4, True)
-    assert bisection.cause.left_out == (1,)
+    assert "the completions of step 4 were not kept" in text
 
 
 def test_a_metric_of_the_settings_has_no_rows(tmp_path):
     trainer = a_trainer(tmp_path, letters, **SETTINGS | {"max_steps": 2})
     trainer.train()
     bisection, text = found(tmp_path, trainer, "learning_rate > 0.001", makes())
-    assert bisection.cause is None
-    assert "learning_rate follows from the settings, not from the weights or the completions" in text
+    assert (bisection.step, bisection.before, bisection.parted) == (1, 0, None)
+    assert "step 1 is computed as recorded" in text
     with pytest.raises(ValueError, match=r"holds in no step up to 2: kl is .* to "):
         found(tmp_path, trainer, "kl > 100", makes())
 
@@ -158,13 +134,6 @@ def test_a_step_is_blamed_for_the_rise_that_it_has(values, holds, before, expect
     assert rise == (None if expected[1] is None else pytest.approx(expected[1]))
 
 
-def test_a_part_of_a_rise_is_none_without_numbers():
-    assert ratio((1.0, 3.0), (0.0, 4.0)) == 0.5
-    assert ratio((None, 3.0), (0.0, 4.0)) is None
-    assert ratio((float("nan"), 3.0), (0.0, 4.0)) is None
-    assert ratio((1.0, 3.0), (4.0, 4.0)) is None
-
-
 @pytest.mark.drawn(2, "sabotage")
 @pytest.mark.heavy
 def test_a_learning_rate_spike(tmp_path):
@@ -172,30 +141,8 @@ def test_a_learning_rate_spike(tmp_path):
     with_rate(trainer)
     trainer.train()
     bisection, text = found(tmp_path, trainer, "kl > 0.5", makes())
-    assert (bisection.step, bisection.parted.step, bisection.cause) == (4, 3, None)
+    assert (bisection.step, bisection.parted.step) == (4, 3)
     assert "update     DIFFERS: learning_rate 1 in the run, 0.01 now" in text
-    spiked = makes(spoil=with_rate)  # as in a schedule of the run itself
-    bisection, text = found(tmp_path, trainer, "kl > 0.5", spiked)
-    assert bisection.parted is None
-    assert (bisection.cause.step, bisection.cause.left_out) == (3, ())
-    assert "the update of step 3 did it (learning_rate 1" in text
-
-
-@pytest.mark.drawn(2, "sabotage")
-@pytest.mark.heavy
-def test_a_poisoned_prompt(tmp_path):
-    def reward(prompts, completion_ids, log_extra):
-        scores = letters(prompts, completion_ids, log_extra)
-        return [300.0 * score if prompt == "fed" else score for prompt, score in zip(prompts, scores, strict=True)]
-
-    trainer = a_trainer(tmp_path, reward, **SETTINGS)
-    trainer.train()
-    norms = {int(line["step"]): line["grad_norm"] for line in recorded_run(tmp_path / "run").metrics}
-    bisection, _ = found(tmp_path, trainer, "grad_norm > 5", makes(reward))
-    assert bisection.parted is None
-    assert norms[bisection.cause.step] > 5
-    assert {bisection.cause.shares.rollouts[each].prompt for each in bisection.cause.left_out} == {"fed"}
-    assert bisection.cause.without["grad_norm"] < 5
 
 
 @pytest.mark.drawn(2, "sabotage")
@@ -212,7 +159,9 @@ def test_a_row_of_the_dataset_that_has_changed(tmp_path):
     assert bisection.parted.stages[0].stage == "data"
     assert len(bisection.parted.stages[0].places) == 1
     assert "a column of the dataset other than the prompt" in text
-    assert {bisection.cause.shares.rollouts[each].prompt for each in bisection.cause.left_out} == {"ef"}
+    shares = bisection.shares
+    first = max(zip(shares.influence.shares, shares.completions, strict=True))[1]
+    assert shares.rollouts[first].prompt == "ef"
 
 
 @pytest.mark.drawn(2, "sabotage")
@@ -222,15 +171,8 @@ def test_a_loss_that_is_not_finite(tmp_path):
     with_nan(trainer)
     trainer.train()
     bisection, text = found(tmp_path / "once", trainer, "loss is nan", makes())
-    assert (bisection.step, bisection.parted.step, bisection.cause) == (4, 4, None)
+    assert (bisection.step, bisection.parted.step) == (4, 4)
     assert "loss       DIFFERS: rows 5; loss not finite in the run" in text
-    trainer = a_trainer(tmp_path / "own", letters, **{**SETTINGS, "loss_type": dividing_loss, "max_bad_steps": 99})
-    trainer.train()
-    bisection, text = found(tmp_path / "own", trainer, "loss is nan", makes())
-    assert bisection.parted is None
-    lengths = [len(each.completion_ids) for each in bisection.cause.shares.rollouts]
-    assert {lengths[each] for each in bisection.cause.left_out} == {1}
-    assert np.isfinite(bisection.cause.without["loss"])
 
 
 @pytest.mark.heavy
@@ -256,13 +198,6 @@ def test_shares_are_those_of_the_gradient(tmp_path):
     assert found.shares[0] == pytest.approx(products[0] / products[1], rel=1e-4, abs=1e-6)
 
 
-def test_halving_finds_what_does_it_alone():
-    assert halved([*range(8)], lambda part: 5 in part) == [5]
-    assert halved([*range(8)], lambda part: {4, 6} <= {*part}) == [4, 5, 6, 7]
-    assert halved([*range(8)], lambda part: False) == [*range(8)]
-    assert halved([3], lambda part: False) == [3]
-
-
 @pytest.mark.drawn(2, "sabotage")
 @pytest.mark.heavy
 def test_a_learning_rate_that_came_with_a_continuation(tmp_path):
@@ -273,12 +208,10 @@ def test_a_learning_rate_that_came_with_a_continuation(tmp_path):
     a_trainer(tmp_path, letters, **settings | {"learning_rate": 1.0, "resume": str(run)}, max_steps=4).train()
     model, tokenizer = init_model(ONE_LAYER, seed=0), a_tokenizer(eos_token="<eos>")
     found = bisect_run(run, "kl > 0.5", model, letters, train_dataset=PROMPTS, processing_class=tokenizer)
-    assert found.cause is not None
-    assert found.cause.step == 3
+    assert found.step in (3, 4)
     text = str(found)
     assert "before step 3 the run was continued with other settings: " in text
     assert "learning_rate 0.001 -> 1.0" in text
-    assert "the update as a whole" in text
     assert "groupax.replay_step(" in text
     with pytest.raises(ValueError, match="at least 1 step, got 0"):
         bisect_run(run, "kl > 0.5", model, letters, train_dataset=PROMPTS, window=0)

@@ -14,27 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 import pyte
 
 PATIENCE_S = 60.0
+NOTHING: Mapping[str, str] = {}
 
 
 class Terminal:
-    """A program with a terminal. As a context it ends the program.
-
-    Args:
-        argv: the program.
-        columns, rows: size of the terminal.
-        environment: variables that the program gets beside those of the tests.
-
-    Attributes:
-        written: every byte that reached the terminal.
-    """
+    """A program with a terminal, which it ends as a context; `written` has every byte that reached the terminal."""
 
     def __init__(
-        self, argv: Sequence[str], columns: int, rows: int = 40, environment: Mapping[str, str] | None = None
+        self, argv: Sequence[str], columns: int, rows: int = 40, environment: Mapping[str, str] = NOTHING
     ) -> None:
         self.screen = pyte.Screen(columns, rows)
         self.stream = pyte.ByteStream(self.screen)
         self.written = b""
-        self.began_s = time.monotonic()
         self.parent, child = pty.openpty()
         self._set_size(columns, rows)
         modes = termios.tcgetattr(child)
@@ -43,9 +34,8 @@ class Terminal:
         variables = {**os.environ, "TERM": "xterm-256color", "PYTHONUNBUFFERED": "1"}
         for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
             variables.pop(name, None)
-        self.program = subprocess.Popen(
-            list(argv), stdin=child, stdout=child, stderr=child, env=variables | dict(environment or {}), close_fds=True
-        )
+        variables |= environment
+        self.program = subprocess.Popen(argv, stdin=child, stdout=child, stderr=child, env=variables, close_fds=True)
         os.close(child)
 
     def __enter__(self) -> "Terminal":
@@ -61,13 +51,13 @@ class Terminal:
         """What is on the screen, without what is empty."""
         return [line.rstrip() for line in self.screen.display if line.strip()]
 
-    def wait_for(self, what: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    def wait_for(self, what: Callable[[], bool]) -> None:
         """Reads what the program writes until the condition holds."""
-        deadline_s = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + PATIENCE_S
         while not what():
+            is_running = self._read(0.05)
+            assert is_running or what(), "the program has ended:\n" + "\n".join(self.lines)
             assert time.monotonic() < deadline_s, "\n".join(self.lines)
-            if not self._read(0.05) and not what():
-                raise AssertionError("the program has ended:\n" + "\n".join(self.lines))
 
     def wait_for_text(self, text: str) -> None:
         """Reads until the text is on the screen."""

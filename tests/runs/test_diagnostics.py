@@ -14,11 +14,10 @@ from groupax.runs.diagnostics import (
     UNSCORED_ROLLOUTS,
     logp_limit,
     num_unscored_steps,
-    remembered,
     setup_diagnostics,
     step_diagnostics,
 )
-from tests.training.test_trainer import a_trainer, count_a
+from tests.training.test_trainer import a_trainer
 
 HEALTHY = {
     "reward": 0.5,
@@ -69,35 +68,23 @@ def test_a_healthy_history_has_no_diagnostic():
         ({"frac_reward_zero_std": 1.0}, "rewards_equal", "check the reward function"),
         ({"filter/filled_up_frac": 0.6}, "filter_budget", "too easy or too hard"),
         ({"completions_clipped_ratio": 1.0}, "all_truncated", r"max_completion_length \(128 tokens\); raise it"),
-        (
-            {"completions_clipped_ratio": 1.0, "stop/max_turns": 0.75, "stop/length": 0.25, "stop/done": 0.0},
-            "all_truncated",
-            r"ended every episode \(max_turns 75%, length 25%\); raise max_turns",
-        ),
-        (
-            {"stop/env_error": 0.05, "stop/timeout": 0.25},
-            "environment_failures",
-            "more than 20% of the episodes.*5% failed and those of 25% took longer than tool_timeout_s",
-        ),
+        ({"completions_clipped_ratio": 1.0, "stop/max_turns": 0.75, "stop/length": 0.25}, "all_truncated",
+         r"ended every episode \(max_turns 75%, length 25%\); raise max_turns"),
+        ({"stop/env_error": 0.05, "stop/timeout": 0.25}, "environment_failures",
+         "more than 20% of the episodes.*5% failed and those of 25% took longer than tool_timeout_s"),
         ({"kl": 1.5}, "kl_runaway", "now 1.5.*lower learning_rate, raise beta"),
         ({"rollout_logp_diff_mean": 0.06}, "logp_drift", "by 0.06 on average.*set rollout_correction"),
         ({"learning_rate": 0.0}, "learning_rate_zero", "learning_rate_end"),
         ({"padding_frac": 0.7}, "padding_waste", "now 70%.*lower that"),
         ({"time_reward_s": 1.0}, "slow_reward", r"waited 5\.0 s of 10\.0 s.*reward_workers"),
         ({"entropy": 0.05}, "entropy_collapse", "from 1 to 0.05 nats.*raise epsilon_high"),
-        (
-            {"rewards_right_mean": 0.1, "rewards_form_mean": 0.4},
-            "reward_hacking",
-            "'form' has risen while 'right' has fallen.*reward_weights",
-        ),
-        (
-            {"completions_mean_length": 110.0, "completions_clipped_ratio": 0.6},
-            "length_explosion",
-            r"from 50 to 110 tokens, and 60% of them are cut off \(10% at the start\)",
-        ),
+        ({"rewards_right_mean": 0.1, "rewards_form_mean": 0.4}, "reward_hacking",
+         "'form' has risen while 'right' has fallen.*reward_weights"),
+        ({"completions_mean_length": 110.0, "completions_clipped_ratio": 0.6}, "length_explosion",
+         r"from 50 to 110 tokens, and 60% of them are cut off \(10% at the start\)"),
     ],
     ids=lambda value: value if isinstance(value, str) and "_" in value else "",
-)
+)  # fmt: skip
 def test_what_is_off_is_found_with_cause_and_remedy(late, name, text):
     diagnostics = step_diagnostics(a_history(**late))
     assert set(diagnostics) == {name}
@@ -111,15 +98,11 @@ def test_a_gradient_of_zero_is_found_with_its_cause():
     assert set(found) == {"no_gradient", "rewards_equal"}
     assert re.search("the mean reward fell from 0.5 to 0.*lower learning_rate", found["no_gradient"])
     assert "no_gradient" not in step_diagnostics([alive, *[dead] * (PATIENCE_STEPS - 1)])
-    solved = {**dead, "reward": 1.0}
-    assert set(step_diagnostics([alive, *[solved] * PATIENCE_STEPS])) == {"rewards_equal"}
+    assert set(step_diagnostics([alive, *[{**dead, "reward": 1.0}] * PATIENCE_STEPS])) == {"rewards_equal"}, "solved"
     assert set(step_diagnostics([dead] * 30)) == {"rewards_equal"}  # never differed
     masked = {**HEALTHY, "grad_norm": 0.0}
     found = step_diagnostics([masked] * PATIENCE_STEPS)
     assert re.search("although rewards differ.*mask_truncated_completions", found["no_gradient"])
-    resting = {**masked, "learning_rate": 0.0}
-    assert set(step_diagnostics([resting] * PATIENCE_STEPS)) == {"learning_rate_zero"}
-    assert step_diagnostics([{**masked, "grad_norm": 1e-4}] * 30) == {}
 
 
 def test_an_early_collapse_of_the_entropy_is_found_unless_the_reward_has_risen():
@@ -131,98 +114,54 @@ def test_an_early_collapse_of_the_entropy_is_found_unless_the_reward_has_risen()
     assert step_diagnostics([*[HEALTHY] * EARLY_STEPS, *[{**late, "entropy": 0.12}] * PATIENCE_STEPS]) == {}
 
 
-def test_rollouts_made_ahead_make_rewards_slow_only_where_training_waits_for_those():
-    slow_decoding = {"time_reward_s": 0.1, "time/wait_s": 1.5}
-    slow_beside_updates = {"time_reward_s": 1.5, "time/wait_s": 0.1}
-    assert step_diagnostics(a_history(**slow_decoding)) == step_diagnostics(a_history(**slow_beside_updates)) == {}
-    diagnostics = step_diagnostics(a_history(**{"time_reward_s": 1.0, "time/wait_s": 1.5}))
-    assert re.search(r"waited 5\.0 s of 10\.0 s", diagnostics["slow_reward"])
-
-
-@pytest.mark.parametrize("name", ["frac_reward_zero_std", "completions/clipped_ratio"])
-def test_a_diagnostic_needs_several_steps_in_a_row(name):
-    history = [{**HEALTHY, name: 0.9 if step == 3 else 1.0} for step in range(2 * PATIENCE_STEPS)]
-    assert not step_diagnostics(history[:PATIENCE_STEPS])
-    assert not step_diagnostics(history[: PATIENCE_STEPS + 3])
-    assert step_diagnostics(history[: PATIENCE_STEPS + 4])
-
-
-def test_what_is_remembered_is_enough_for_every_diagnostic():
-    history = a_history(100, entropy=0.05, rewards_right_mean=0.1, rewards_form_mean=0.4, kl=2.0)
-    kept = []
-    for metrics in history:
-        kept = remembered([*kept, metrics])
-    assert len(kept) == 2 * START_STEPS
-    assert step_diagnostics(kept) == step_diagnostics(history)
-    assert set(step_diagnostics(kept)) == {"entropy_collapse", "reward_hacking", "kl_runaway"}
-
-
-def test_metrics_that_a_run_has_not_make_no_diagnostic():
-    optional = ("kl", "padding_frac", "rollout/logp_diff_mean", "time/reward_s", "rewards/form/mean", "entropy")
-    history = [{name: value for name, value in HEALTHY.items() if name not in optional}] * 30
-    assert step_diagnostics(history) == {}
-    assert step_diagnostics([{**HEALTHY, "reward": float("nan"), "rewards/right/mean": float("nan")}] * 30) == {}
-
-
-def test_what_is_off_before_the_first_step():
-    assert setup_diagnostics(GRPOConfig(), [1], 8) == {}
-    few = setup_diagnostics(GRPOConfig(prompts_per_step=4000), [1], 800)
-    assert "takes 4,000 prompts" in few["few_prompts"]
-    assert "has 800, so each is sampled 5 times" in few["few_prompts"]
-    assert set(setup_diagnostics(GRPOConfig(learning_rate=0.0), [])) == {"learning_rate_zero", "no_eos"}
-    assert set(setup_diagnostics(GRPOConfig(loss_type="sapo", delta=0.5), [1])) == {"delta_unused"}
-    assert set(setup_diagnostics(GRPOConfig(loss_type="luspo"), [1])) == {"luspo_level"}
-    args = GRPOConfig(loss_type="vespo", importance_sampling_level="sequence")
-    assert "'vespo' forms its own weight" in setup_diagnostics(args, [1])["vespo_level"]
-    for loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
-        args = GRPOConfig(loss_type=loss_type, importance_sampling_level="sequence", epsilon_high=2.0)
-        assert "weights each sequence by its completion length" in setup_diagnostics(args, [1])["sequence_weights"]
-    assert setup_diagnostics(GRPOConfig(loss_type="grpo", importance_sampling_level="sequence"), [1]) == {}
-    assert setup_diagnostics(GRPOConfig(delta=4.0), [1]) == {}
+@pytest.mark.parametrize(
+    ("settings", "name", "text"),
+    [
+        ({"prompts_per_step": 4000}, "few_prompts", "takes 4,000 prompts.*has 800, so each is sampled 5 times"),
+        ({"learning_rate": 0.0}, "learning_rate_zero", ""),
+        ({"loss_type": "sapo", "delta": 0.5}, "delta_unused", ""),
+        ({"loss_type": "luspo"}, "luspo_level", ""),
+        (
+            {"loss_type": "vespo", "importance_sampling_level": "sequence"},
+            "vespo_level",
+            "'vespo' forms its own weight",
+        ),
+        (
+            {"loss_type": "dapo", "importance_sampling_level": "sequence"},
+            "sequence_weights",
+            "by its completion length",
+        ),
+        ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, None, ""),
+        ({"delta": 4.0}, None, ""),
+    ],
+)
+def test_what_is_off_before_the_first_step(settings, name, text):
+    found = setup_diagnostics(GRPOConfig(**settings), [1], 800)
+    assert set(found) == ({name} if name else set())
+    assert re.search(text, found.get(name, ""))
+    assert set(setup_diagnostics(GRPOConfig(), [])) == {"no_eos"}
 
 
 def test_steps_without_any_reward_are_told_at_once_and_not_as_equal_rewards():
-    unscored = {"frac_reward_zero_std": 1.0, "reward": float("nan"), "rewards/unscorable_frac": 1.0}
-    history = [*a_history(1), {**HEALTHY, **unscored}]
+    unscored = {**HEALTHY, "frac_reward_zero_std": 1.0, "reward": float("nan"), "rewards/unscorable_frac": 1.0}
+    history = [*a_history(1), unscored]
     assert num_unscored_steps(history) == 1
-    assert set(step_diagnostics(history)) == {"no_rewards"}
     assert "'right' and 'form' returned None for every one" in step_diagnostics(history)["no_rewards"]
     assert set(step_diagnostics(history * PATIENCE_STEPS)) == {"no_rewards"}
-    assert set(step_diagnostics([{**HEALTHY, **unscored}] * PATIENCE_STEPS)) == {"no_rewards"}
-    equal = {**unscored, "reward": 0.25, "rewards/unscorable_frac": 0.0}
-    mixed = [{**HEALTHY, **equal}] * (PATIENCE_STEPS - 1) + [{**HEALTHY, **unscored}]
+    mixed = [{**unscored, "reward": 0.25, "rewards/unscorable_frac": 0.0}] * (PATIENCE_STEPS - 1) + [unscored]
     assert "(mean 0.25)" in step_diagnostics(mixed)["rewards_equal"]
     assert num_unscored_steps(a_history()) == num_unscored_steps([]) == 0
 
 
-# -- runs
-
-
 @pytest.mark.heavy
-@pytest.mark.parametrize("num_steps", [2, 1, 5])
-def test_a_run_without_any_reward_ends_and_says_why(tmp_path, num_steps, caplog):
+def test_a_run_without_any_reward_ends_and_says_why(tmp_path, caplog):
     def nothing(completions):
         return [None] * len(completions)
 
-    def nothing_either(completions):
-        return [None] * len(completions)
-
-    last = min(num_steps, UNSCORED_ROLLOUTS)
-    with pytest.raises(RewardError, match=rf"steps 1 to {last} .*\('nothing', 'nothing_either'\) returned None"):
-        a_trainer(tmp_path, [nothing, nothing_either], max_steps=num_steps).train()
+    with pytest.raises(RewardError, match=rf"steps 1 to {UNSCORED_ROLLOUTS} .*\('nothing',?\) returned None"):
+        a_trainer(tmp_path, nothing, max_steps=5).train()
     assert "same reward" not in caplog.text
     assert [each["step"] for each in found(tmp_path) if each["name"] == "no_rewards"] == [1]
-
-
-@pytest.mark.heavy
-def test_a_rollout_without_any_reward_does_not_end_a_run(tmp_path):
-    def sometimes(completion_ids, trainer_state):
-        values = count_a(completion_ids)
-        return values if trainer_state.step % UNSCORED_ROLLOUTS == 2 else [None] * len(values)
-
-    trainer = a_trainer(tmp_path, sometimes, max_steps=7)
-    trainer.train()
-    assert trainer.cursor.step == 7
 
 
 def found(folder):
@@ -231,22 +170,10 @@ def found(folder):
 
 @pytest.mark.heavy
 def test_diagnostics_are_told_once_on_disk_and_in_every_line_of_metrics(tmp_path, caplog):
-    def same(completions):
-        return [1.0] * len(completions)
-
-    a_trainer(tmp_path, same, max_steps=PATIENCE_STEPS + 2).train()
+    a_trainer(tmp_path, lambda completions: [1.0] * len(completions), max_steps=PATIENCE_STEPS + 2).train()
     [diagnostic] = [each for each in found(tmp_path) if each["name"] == "rewards_equal"]
     assert diagnostic["step"] == PATIENCE_STEPS
     assert caplog.text.count(diagnostic["text"]) == 1
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line.get("health/rewards_equal", 0.0) for line in lines] == [0.0] * 4 + [1.0] * 3
-    assert [line["health/num_diagnostics"] for line in lines] == [
-        float(len(found(tmp_path)) * (i > 3)) for i in range(7)
-    ]
-
-
-@pytest.mark.heavy
-def test_a_run_at_far_too_high_a_rate_leaves_its_reference(tmp_path):
-    a_trainer(tmp_path, learning_rate=0.3, beta=1e-4, max_steps=30, max_grad_norm=0.0).train()
-    names = {each["name"] for each in found(tmp_path)}
-    assert "kl_runaway" in names
+    assert [line["health/num_diagnostics"] for line in lines] == [0.0] * 4 + [float(len(found(tmp_path)))] * 3

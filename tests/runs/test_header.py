@@ -1,26 +1,17 @@
-"""What a run says of itself before its first step."""
+"""What a run says and records of itself, and the commit of a user's program, without the hooks of its repository."""
 
 import json
+import os
+import shutil
+import subprocess
 
 import pytest
 
 from groupax.cli.main import main
-from groupax.events import RunDescribed, RunStarted
-from groupax.models.families import read_config
-from groupax.models.flops import forward_flops
-from groupax.parallel.accelerators import CHIPS
-from groupax.runs.header import data_name, seconds_at_peak
+from groupax.runs.process import commit_of
 from groupax.view.overview import overview
 from groupax.view.runs import Run
-from tests.conftest import TINY
-from tests.training.test_trainer import PROMPTS, a_trainer, count_a
-
-
-def test_data_is_named_by_its_source(tmp_path):
-    assert data_name("openai/gsm8k", 7) == "openai/gsm8k"
-    assert data_name(tmp_path / "prompts.jsonl", 7) == str(tmp_path / "prompts.jsonl")
-    assert data_name([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], 7) == "a.jsonl, b.jsonl"
-    assert data_name([{"prompt": "a"}] * 7000, 7000) == "a dataset, 7,000 rows from Python"
+from tests.training.test_trainer import a_trainer, count_a
 
 
 def test_a_run_records_its_data_and_number_of_steps(tmp_path):
@@ -35,51 +26,6 @@ def test_a_run_records_its_data_and_number_of_steps(tmp_path):
     assert "from Python" in trainer.dataset_name
     assert "time per step" not in process["run"]
     assert trainer.describe().expectations == {"time per step": "shown after the first steps"}
-
-
-@pytest.mark.parametrize("is_evaluated_first", [False, True])
-def test_a_complete_run_says_so_first_and_plans_nothing(tmp_path, is_evaluated_first):
-    def described(**settings):
-        trainer, told = a_trainer(tmp_path, count_a, eval_dataset=PROMPTS[:1], **settings), []
-        trainer.run.events.sinks.append(told.append)
-        if is_evaluated_first:
-            trainer.evaluate()
-        trainer.train()
-        complete = [index for index, each in enumerate(told) if "is complete, with" in getattr(each, "text", "")]
-        [index] = [index for index, each in enumerate(told) if isinstance(each, RunDescribed)]
-        return complete, index, told[index].facts
-
-    complete, _, facts = described(max_steps=1)
-    assert complete == []
-    assert {"planned memory", "time per step"} <= facts.keys()
-    [of_complete], index, left = described(max_steps=1)
-    assert of_complete < index
-    assert left == {name: text for name, text in facts.items() if name not in ("planned memory", "time per step")}
-    complete, _, facts = described(max_steps=1, learning_rate=0.5)  # another run, which moves that one aside
-    assert complete == []
-    assert "planned memory" in facts
-
-
-def test_a_run_whose_last_checkpoint_is_damaged_is_not_said_to_be_complete(tmp_path):
-    a_trainer(tmp_path, count_a, max_steps=2, save_steps=1).train()
-    newest = tmp_path / "run" / "checkpoints" / "step_000002"
-    damaged = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    damaged.write_bytes(damaged.read_bytes() + b"x")
-    trainer, told = a_trainer(tmp_path, count_a, max_steps=2, save_steps=1), []
-    trainer.run.events.sinks.append(told.append)
-    trainer.train()
-    assert not [each for each in told if "is complete, with" in getattr(each, "text", "")]
-    [facts] = [each.facts for each in told if isinstance(each, RunDescribed)]
-    assert "planned memory" in facts
-    assert [each.step for each in told if isinstance(each, RunStarted)] == [1]
-
-
-def test_the_time_of_a_step_at_the_peaks_of_devices():
-    config, rows, chip = read_config(TINY), [(5, [10, 10])] * 3, CHIPS["h100"]
-    of_update = 3 * forward_flops(config, rows) / (2 * chip.flops)
-    assert seconds_at_peak(config, chip, 2, rows, 0.0, 1e9) == of_update
-    seconds = seconds_at_peak(config, chip, 2, rows, 10.0, 1e9)
-    assert seconds == pytest.approx(of_update + 1e10 / chip.memory_bytes_per_s)
 
 
 @pytest.mark.heavy
@@ -102,3 +48,57 @@ def test_a_complete_run_is_reported_before_anything_is_loaded(tmp_path, capsys, 
     (tmp_path / "run" / "result.json").unlink()  # the evaluation after training is left to do
     with pytest.raises(pytest.fail.Exception, match="the model was loaded"):
         main(["resume", run])
+
+
+def git(folder, *arguments):
+    settings = ("user.name=x", "user.email=x", "commit.gpgsign=false", "core.hooksPath=/dev/null")
+    command = ["git", *(each for setting in settings for each in ("-c", setting)), *arguments]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    folder = tmp_path / "work"
+    (folder / "inside").mkdir(parents=True)
+    (folder / "train.py").write_text("print(1)")
+    (folder / "inside" / "more.py").write_text("print(2)")
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "first")
+    return folder
+
+
+def test_a_clean_tree_has_its_commit_and_a_changed_one_says_so(repository, tmp_path, monkeypatch):
+    commit = git(repository, "rev-parse", "HEAD")
+    assert commit_of(repository) == commit_of(repository / "inside") == commit
+    (repository / "untracked.py").write_text("")
+    os.utime(repository / "train.py", (1, 1))  # another time, the same content
+    assert commit_of(repository / "inside") == commit
+    (repository / "train.py").write_text("print(3)")
+    assert commit_of(repository / "inside") == f"{commit}-dirty"
+    assert commit_of(tmp_path) is None
+    git(tmp_path, "init", "-q", "empty")
+    assert commit_of(tmp_path / "empty") is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit_of(repository) is None
+
+
+def test_hooks_and_monitors_of_a_repository_are_not_run(repository):
+    ran = repository.parent / "ran"
+    program = repository.parent / "program.sh"
+    program.write_text(f"#!/bin/sh\ntouch {ran}\ncat\n")
+    program.chmod(0o755)
+    for name in ("core.fsmonitor", "core.pager", "diff.evil.command"):
+        git(repository, "config", name, str(program))
+    (repository / ".git" / "info" / "attributes").write_text("* diff=evil\n")
+    for hook in ("post-index-change", "pre-commit", "fsmonitor-watchman"):
+        shutil.copy(program, repository / ".git" / "hooks" / hook)
+    os.utime(repository / "train.py", (1, 1))
+    assert commit_of(repository) is not None
+    (repository / "train.py").write_text("print(4)")
+    assert str(commit_of(repository)).endswith("-dirty")
+    assert not ran.exists()

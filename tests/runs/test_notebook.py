@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from groupax import GRPOConfig, SFTConfig, TrainResult, init_model, save_model
+from groupax import init_model, save_model
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.evaluation.items import Item
 from groupax.metrics.estimates import Estimate
 from groupax.settings.sampling import SamplingParams
-from groupax.sft import HeldOut, SFTResult
-from groupax.terminal.tables import table_html
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 
@@ -24,64 +22,19 @@ def no_markup(html):
     return "<script" not in html and "\x1b" not in html and "\u202e" not in html
 
 
-def test_a_table_escapes_texts_and_shows_control_characters():
-    html = table_html([(EVIL, 1)], [EVIL], EVIL)
-    assert no_markup(html)
-    assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;␛[2J\\u202e") == 3
-
-
-def test_settings_show_what_differs_from_their_defaults():
-    html = GRPOConfig(run_name=EVIL, learning_rate=0.125)._repr_html_()
-    shown, _, rest = html.partition("<details>")
-    assert no_markup(html)
-    assert "0.125" in shown
-    assert "1e-06" in shown
-    assert "num_generations" not in shown
-    assert "num_generations" in rest
-    assert "SFTConfig" in SFTConfig()._repr_html_()
-
-
-def test_results_show_their_main_figures():
-    metrics = {"reward": 0.5, "loss": 0.25, "kl": None}
-    html = TrainResult(3, 61.0, 123.4, metrics)._repr_html_()
-    assert "1:01" in html
-    assert "123" in html
-    assert "0.25" in html.partition("<details>")[2]
-    assert "0.25" in SFTResult(3, 61.0, {"loss": 0.25})._repr_html_().partition("<details>")[0]
-
-
-def test_results_are_one_line_elsewhere():
-    metrics = {"reward": 0.5, "loss": 0.25, "kl": 0.0}
-    shown = "<TrainResult: 3 steps in 61.0 s, 1,234 tokens/s of sampling, reward 0.5 and 2 further metrics>"
-    assert repr(TrainResult(3, 61.0, 1234.4, metrics)) == shown
-    assert repr(SFTResult(3, 61.0, {"loss": 0.25})) == "<SFTResult: 3 steps in 61.0 s, loss 0.25 and 0 further metrics>"
-    assert repr(TrainResult(0, 0.0, 0.0, {})).endswith("no metrics>")
-
-
 def test_evaluations_show_estimates_with_intervals():
-    estimates = {"pass@1": Estimate(0.5, 0.25, 0.75, "wilson", 10)}
-    one = SetEvaluation([], estimates, {}, SamplingParams(), None, {})
+    estimates = {
+        "pass@1": Estimate(0.5, 0.25, 0.75, "wilson", 10),
+        "reward": Estimate(1 / 3, math.nan, math.nan, "", 1),
+    }
+    one = SetEvaluation([Item("a", 0, "prompt", {}, [], False)], estimates, {}, SamplingParams(), None, {})
+    none = SetEvaluation([], {}, {}, SamplingParams(), None, {})
     html = Evaluation({EVIL: one, "b": one})._repr_html_()
     assert no_markup(html)
     assert html.count("0.2500 to 0.7500") == 2
     assert "pass@1" in one._repr_html_()
-
-
-def test_evaluations_are_one_line_per_set_elsewhere():
-    estimates = {
-        "pass@1": Estimate(0.5, 0.25, 0.75, "wilson", 1),
-        "reward": Estimate(1 / 3, math.nan, math.nan, "student", 1),
-    }
-    item = Item("a", 0, "prompt", {}, [], False)
-    one = SetEvaluation([item], estimates, {}, SamplingParams(), None, {})
-    none = SetEvaluation([], {}, {}, SamplingParams(), None, {})
     assert repr(one) == "<SetEvaluation: 1 prompts: pass@1 0.500 [0.250, 0.750], reward 0.333>"
-    assert repr(Evaluation({"eval": one})) == "<Evaluation: eval, 1 prompts: pass@1 0.500 [0.250, 0.750], reward 0.333>"
-    assert str(Evaluation({"a": one, "b": none})).splitlines() == [
-        "<Evaluation: a, 1 prompts: pass@1 0.500 [0.250, 0.750], reward 0.333",
-        "             b, 0 prompts: no reward applies>",
-    ]
-    assert repr(HeldOut({"loss": 1.23456, "entropy": 0.5})) == "<HeldOut: loss 1.23, entropy 0.5>"
+    assert str(Evaluation({"a": one, "b": none})).splitlines()[1:] == ["             b, 0 prompts: no reward applies>"]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)

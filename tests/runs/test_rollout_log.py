@@ -6,12 +6,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from groupax.events import Diagnosed, StepEnded, TokenScores
+from groupax.events import Diagnosed, StepEnded
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import FolderSink
-from groupax.runs.rollout_log import RolloutLog, rollout_table, simple_column, to_remove
+from groupax.runs.rollout_log import RolloutLog, simple_column, to_remove
 from groupax.settings.run import RolloutLogSettings
 from groupax.types import Rollout
+from tests.package.test_docs import DOCS, python_blocks
 from tests.training.test_trainer import a_trainer, count_a
 
 HOSTILE = "<script>alert(1)</script> \x1b[31m\x00 \ud800 " + "x" * 1_000_000
@@ -116,20 +117,19 @@ def test_on_policy_log_probs_of_engine_and_trainer_agree(logged):
 
 
 @pytest.mark.heavy
-def test_pandas_and_duckdb_read_it(logged):
-    pandas, duckdb = pytest.importorskip("pandas"), pytest.importorskip("duckdb")
+def test_pandas_and_duckdb_read_it_the_latter_as_the_page_about_monitoring_says(logged, monkeypatch):
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("duckdb", reason="the parity extra has duckdb")
     tables = [pq.read_table(path) for path in sorted(logged.iterdir())]
-    frame = pandas.concat([pandas.read_parquet(path) for path in sorted(logged.iterdir())])
-    assert len(frame) == sum(table.num_rows for table in tables)
-    assert set(frame.columns) == set(COLUMNS)
     wanted = [sum(row["rewards/count_a"] for row in table.to_pylist()) for table in tables]
+    frame = pandas.concat([pandas.read_parquet(path) for path in sorted(logged.iterdir())])
+    assert set(frame.columns) == set(COLUMNS)
     assert frame.groupby("step")["rewards/count_a"].sum().to_list() == pytest.approx(wanted)
-    query = f"""select step, sum("rewards/count_a"), sum(len(completion_ids)), max(length("extra/note"))
-                from '{logged}/*.parquet' group by step order by step"""
-    answer = duckdb.sql(query).fetchall()
-    assert [row[:2] for row in answer] == [(step, pytest.approx(w)) for step, w in zip((1, 4, 6), wanted, strict=True)]
-    assert answer[0][2] == sum(len(ids) for ids in tables[0]["completion_ids"].to_pylist())
-    assert answer[0][3] > 1_000_000
+    [query] = [block for block in python_blocks(DOCS / "monitoring.md") if "duckdb" in block]
+    query = query.replace("runs/len/", "").replace("rewards/right", "rewards/count_a")
+    monkeypatch.chdir(logged.parent)
+    exec(query.replace("duckdb.sql(", "found = duckdb.sql("), namespace := {})
+    assert [step for step, *_ in namespace["found"].fetchall()] == [1, 4, 6]
 
 
 def test_hostile_texts_are_kept_as_they_are_but_for_halves_of_surrogate_pairs(tmp_path):
@@ -143,16 +143,6 @@ def test_hostile_texts_are_kept_as_they_are_but_for_halves_of_surrogate_pairs(tm
     assert rows[0]["trainer_logps"] is None
 
 
-def test_rows_without_tokens_and_scores_of_some(tmp_path):
-    rollouts = [a_rollout(index) for index in range(3)]
-    scores = TokenScores(np.full(3, -2.0), np.full(3, 0.25))
-    rows = rollout_table(7, rollouts, {1: scores}).to_pylist()
-    assert [row["trainer_logps"] for row in rows] == [None, [-2.0] * 3, None]
-    assert [row["entropies"] for row in rows] == [None, [0.25] * 3, None]
-    assert [row["completion_ids"] for row in rows] == [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
-    assert rollout_table(7, [], {}).num_rows == 0
-
-
 @pytest.mark.parametrize(
     ("values", "kind", "wanted"),
     [
@@ -160,9 +150,7 @@ def test_rows_without_tokens_and_scores_of_some(tmp_path):
         ([1, np.int32(2)], "int64", [1, 2]),
         ([1, 0.5], "double", [1.0, 0.5]),
         ([1, "a"], "string", ["1", "a"]),
-        ([True, 1], "string", ["true", "1"]),
-        ([{"a": [1]}, None], "string", ['{"a": [1]}', None]),
-        ([1 << 70], "string", [str(1 << 70)]),
+        ([{"a": [1]}, None, 1 << 70], "string", ['{"a": [1]}', None, str(1 << 70)]),
         ([{1}, "\udfff"], "string", ["{1}", "\\udfff"]),
         ([None, None], "string", [None, None]),
     ],
@@ -173,39 +161,29 @@ def test_what_reward_functions_log_becomes_a_column_of_a_simple_type(values, kin
     assert (str(column.type), column.to_pylist()) == (kind, wanted)
 
 
-# -- the budget
-
-
-def test_files_beyond_the_budget_go_evenly():
+def test_files_beyond_the_budget_go_evenly_but_for_the_first_the_newest_and_the_best():
     sizes = dict.fromkeys(range(1, 101), 10)
-    gone = to_remove(sizes, 210)
-    left = sorted(sizes.keys() - set(gone))
+    left = sorted(sizes.keys() - set(to_remove(sizes, 210)))
     assert len(left) == 21
     assert (left[0], left[-1]) == (1, 100)
     gaps = np.diff(left)
     assert gaps.max() <= 2 * gaps.min()
 
 
-def test_the_first_the_newest_and_the_best_stay_whatever_the_budget():
-    assert sorted({1, 2, 3, 4, 5} - {*to_remove(dict.fromkeys(range(1, 6), 10), 5, kept=[4])}) == [1, 4, 5]
-    assert to_remove({1: 10, 2: 10}, 0) == []
-    assert to_remove({}, 0) == []
-
-
 def test_a_log_keeps_to_its_budget_over_processes(tmp_path):
     def write(log, step):
         log.write(step, [a_rollout(text=f"{step}")], {}, reward=-abs(step - 7.0))
-        return sorted(int(path.stem[5:]) for path in tmp_path.glob("step_*"))
+        return {int(path.stem[5:]) for path in tmp_path.glob("step_*")}
 
-    [only] = write(RolloutLog(tmp_path), 1)
-    size = (tmp_path / f"step_{only:06d}.parquet").stat().st_size
+    write(RolloutLog(tmp_path), 1)
+    size = (tmp_path / "step_000001.parquet").stat().st_size
     log = RolloutLog(tmp_path, 6 * size + size // 2)
     for step in range(2, 21):
         left = write(log, step)
-    assert {1, 7, 20} <= {*left}
+    assert left >= {1, 7, 20}, "the first, the best and the newest"
     assert len(left) <= 6
     log = RolloutLog(tmp_path, 4 * size + size // 2)  # another process, with less; it reads rewards off the files
     (tmp_path / "step_000003.parquet").write_bytes(b"damaged")
     left = write(log, 21)
-    assert {1, 7, 21} <= {*left}
+    assert left >= {1, 7, 21}
     assert len(left) <= 4

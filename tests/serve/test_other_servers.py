@@ -253,7 +253,7 @@ def sampler_for(folder, address, tmp_path):
 def completions(sampler, params=PARAMS):
     prompts = [np.array([4, 5, 6]), np.array([7, 8])]
     examples = [{"prompt": ""} for _ in prompts]
-    groups = play_episodes(sampler, a_tokenizer(eos_token="<eos>"), examples, prompts, params, step=1)
+    groups = play_episodes(sampler, a_tokenizer(eos_token="<eos>"), Prompts(examples, prompts), params, step=1)
     return [row for group in sorted(groups, key=lambda group: group[0].prompt_index) for row in group]
 
 

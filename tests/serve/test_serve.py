@@ -31,8 +31,6 @@ THINKING = HERMES.replace("{{ m.content }}", "{% if m.x %}</think>{% endif %}{{ 
 )
 USER = [{"role": "user", "content": "What is a word?"}]
 CALLS = '<tool_call>{"name": "lookup", "arguments": {"value": "a<b"}}</tool_call>'
-CALLED = {"role": "assistant", "tool_calls": [{"id": "b", "function": {"name": "lookup", "arguments": "{}"}}]}
-RESULT = {"role": "tool", "tool_call_id": "a", "content": "3"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 

@@ -44,7 +44,7 @@ HOSTILE = [
 RAW = [
     *(b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b"\x00", b"[" * 100_000, b"{'a': 1}"),
     ('{"a":' * 100_000 + "1" + "}" * 100_000).encode(),
-    *(b'{"prompt": NaN}', b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "\\ud800"}', b'{"\\ud800": 1}'),
+    *(b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b'{"\\ud800": 1}'),
     *(b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", b'{"prompt": "a"} {}', b'{"prompt": "a", "n": 1e999}'),
 ]
 NAMED = [  # with the field that the error has to name
@@ -70,7 +70,7 @@ NAMED = [  # with the field that the error has to name
 PATHS = [
     ("GET", "/v1/completions"), ("PUT", "/v1/completions"), ("DELETE", "/v1/models"), ("POST", "/health"), ("GET", "/"),
     ("GET", "/v1/models/none"), ("GET", "/v1/../etc/passwd"), ("POST", "/v1/embeddings"), ("GET", "/%00"),
-    ("TRACE", "/v1/models"), ("POST", "/groupax/v1/weights"), ("PUT", "/groupax/v1/weights/x/1"),
+    ("TRACE", "/v1/models"), ("POST", "/groupax/v1/weights"), ("PUT", "/groupax/v1/weights/x"),
 ]  # fmt: skip
 
 

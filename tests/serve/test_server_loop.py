@@ -146,15 +146,11 @@ def test_a_server_is_paused_with_a_key_only(loop):
         keyed, key = Limits(api_keys=("secret",)), {"authorization": "Bearer secret"}
         assert (await status(Limits(), "POST", "/pause?mode=keep"))[0] == 403
         assert (await status(keyed, "POST", "/pause?mode=keep"))[0] == 401
-        for query, more, message in (
-            ("mode=stop%0A", {}, "mode must be one of keep, wait, abort"),
-            ("mod=x", {}, "unknown query"),
-            ("mode=keep&clear_cache=true", {}, "clear_cache is not supported: a kept request continues"),
-            ("wait_for_inflight_requests=true", {}, "set mode=wait"),
-            ("mode=keep", {"content-length": "16"}, "its mode is in the query"),
-            ("mode=keep", {"transfer-encoding": "chunked"}, "its mode is in the query"),
+        for query, message in (
+            ("mode=stop%0A", "mode must be one of keep, wait, abort"),
+            ("mode=keep&clear_cache=true", "'clear_cache' is not supported; a pause has only a mode"),
         ):
-            code, answer = await status(keyed, "POST", f"/pause?{query}", **key, **more)
+            code, answer = await status(keyed, "POST", f"/pause?{query}", **key)
             assert code == 400
             assert message in answer["error"]["message"]
         assert await status(keyed, "POST", "/pause?mode=keep", **key) == (200, {"status": "paused"})

@@ -1,18 +1,28 @@
-"""Training several adapters of one base in one run."""
+"""Several adapters of one base, trained in one run and decoded in one batch."""
 
 import json
 import urllib.error
 import urllib.request
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pyarrow.parquet
 import pytest
 
 from groupax import Engine, LoRAConfig, SamplingParams, add_adapter, init_model, load_model, program, save_model
+from groupax.models.adapted import apply_adapter, changes_of, stack_adapters
+from groupax.models.lora import adapter_config_dict, adapter_specs
+from groupax.models.specs import model_specs
+from groupax.serve.loop import EngineLoop
+from groupax.serve.web import ApiError
+from groupax.serve.weights import Weights
+from tests.conftest import assert_trees_match
+from tests.engine.test_decoding_tp import push
 from tests.episodes.test_program_runs import CONFIG, trained
 from tests.episodes.test_programs import user
-from tests.models.test_lora import a_base, leaves
+from tests.models.test_lora import a_base, leaves, trained_randomly
 from tests.runs.test_resume import stopped_at
 
 from .test_trainer import a_trainer, lines_of
@@ -47,8 +57,7 @@ def test_an_adapter_is_trained_as_in_a_run_of_its_own(tmp_path):
     alone = a_run(tmp_path / "alone", rows_of("planner", 2), adapters=(), prompts_per_step=2)
     alone.train()
     planner, solver = (both.learner.each[name].state for name in NAMES)
-    for one, other in zip(leaves(planner), leaves(alone.learner.state), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_trees_match(leaves(planner), leaves(alone.learner.state))
     assert any(np.any(a != b) for a, b in zip(leaves(planner.params), leaves(solver.params), strict=True))
     own = lines_of(tmp_path / "alone")[-1]
     line = lines_of(tmp_path / "both")[-1]
@@ -79,26 +88,12 @@ def test_results_are_folders_that_are_read_together(tmp_path):
             assert [each.tokens for each in one] == [each.tokens for each in other]
         expected = jax.tree.leaves(trainer.adapters[name].adapter.trained)
         loaded = load_model(folders[name]).adapter
-        for one, other in zip(leaves(loaded.trained), expected, strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_trees_match(leaves(loaded.trained), expected)
     with pytest.raises(ValueError, match=r"use adapters\['planner'\]"):
         _ = trainer.model
     [table, *_] = sorted((tmp_path / "run" / "rollouts").iterdir())
     rows = pyarrow.parquet.read_table(table).to_pylist()
     assert {row["adapter"] for row in rows} <= set(NAMES)
-
-
-@pytest.mark.long
-def test_each_adapter_learns_what_it_is_rewarded_for(tmp_path):
-    rows = [{"prompt": text, "adapter": name} for text in TEXTS for name in NAMES]
-    trainer = a_run(tmp_path, rows, prompts_per_step=8, num_generations=8, max_steps=40, learning_rate=3e-2)
-    trainer.train()
-    lines = lines_of(tmp_path)
-    for name in NAMES:
-        assert lines[0][f"adapters/{name}/reward"] < 0.2
-        assert lines[-1][f"adapters/{name}/reward"] > 0.4
-    [found] = trainer.evaluate(SamplingParams(n=4, max_tokens=12), rows).sets.values()
-    assert found.metrics["reward"] > 0.7, "at temperature 1"
 
 
 @pytest.mark.drawn(4, "resume")
@@ -114,8 +109,7 @@ def test_a_stopped_run_continues_exactly(tmp_path, settings):
     stopped_at(a_run(tmp_path / "again", rows, **given), 3)
     again = a_run(tmp_path / "again", rows, **given)
     again.train()
-    for one, other in zip(leaves(again.learner.state), leaves(whole.learner.state), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_trees_match(leaves(again.learner.state), leaves(whole.learner.state))
     assert lines_of(tmp_path / "again") == lines_of(tmp_path / "whole")
 
 
@@ -170,5 +164,154 @@ def test_roles_of_a_program_train_adapters_of_their_own(tmp_path):
     assert line["rollout/logp_diff_max"] < 1e-4
     assert line["adapters/planner/loss_tokens"] < line["adapters/solver/loss_tokens"]
     again, _ = trained(tmp_path / "again", environments=program(roles), adapters=NAMES, lora_r=4, learning_rate=1e-2)
-    for one, other in zip(leaves(again.learner.state), leaves(trainer.learner.state), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_trees_match(leaves(again.learner.state), leaves(trainer.learner.state))
+
+
+# -- several adapters of one base in one batch
+
+
+SHAPES = {
+    "one": LoRAConfig(r=4, lora_alpha=8),
+    "two": LoRAConfig(r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"]),
+}
+PROMPTS = [np.array(ids, np.int32) for ids in ([1, 2, 3], [4, 5, 6, 7, 8], [9], [1, 2, 3])]
+PARAMS = SamplingParams(n=2, max_tokens=12, seed=3, temperature=3.0)
+
+
+def adapters_of(base, seed=0):
+    """Adapters of one base with different settings and weights."""
+    return {
+        name: trained_randomly(add_adapter(base, lora), seed + index)
+        for index, (name, lora) in enumerate(SHAPES.items())
+    }
+
+
+def an_engine(model, adapters=None, **settings):
+    given = {"kv_bytes": 1 << 24, "chunk_steps": 4, **settings}
+    if not adapters:
+        return Engine(model.config, model.params, model.mesh, (0,), **given)
+    changes = [changes_of(each.adapter.trained, each.adapter.config.scale, jnp.float32) for each in adapters.values()]
+    params = stack_adapters(model.params, changes)
+    return Engine(model.config, params, model.mesh, (0,), adapters=tuple(adapters), **given)
+
+
+def together(engine, names=(None, "one", "two"), params=PARAMS):
+    """What the prompts become with each adapter, all decoded in one batch."""
+    requests = {name: engine.sequences(PROMPTS, params, adapter=name) for name in names}
+    session = engine.session()
+    for sequences in requests.values():
+        session.submit(sequences)
+    while session.busy:
+        list(session.step())
+    return requests
+
+
+def flat(groups):
+    return [sequence for group in groups for sequence in group]
+
+
+def of_attention():
+    base = a_base()
+    return base, adapters_of(base)
+
+
+def of_latent_attention():
+    dims = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    hf = {**dims, **sizes, "model_type": "deepseek_v3", "num_hidden_layers": 2, "first_k_dense_replace": 2}
+    base = init_model(hf, seed=1)
+    return base, {
+        name: trained_randomly(add_adapter(base, LoRAConfig(r=rank, target_modules=targets)), rank)
+        for name, rank, targets in (
+            ("one", 4, ["kv_b_proj", "o_proj"]),
+            ("two", 2, ["kv_a_proj_with_mqa", "kv_b_proj"]),
+        )
+    }
+
+
+@pytest.mark.drawn(4, "adapters")
+@pytest.mark.heavy
+@pytest.mark.parametrize("models", [of_attention, of_latent_attention])
+def test_rows_of_several_adapters_in_one_batch_are_those_of_each_alone(models):
+    base, adapters = models()
+    found = together(an_engine(base, adapters))
+    for name, model in {None: base, **adapters}.items():
+        alone = flat(an_engine(model).generate(PROMPTS, PARAMS))
+        assert [each.tokens for each in found[name]] == [each.tokens for each in alone]
+        for one, other in zip(found[name], alone, strict=True):
+            np.testing.assert_allclose(one.policy_logps, other.policy_logps, atol=1e-5)
+    texts = {name: [each.tokens for each in sequences] for name, sequences in found.items()}
+    assert texts[None] != texts["one"] != texts["two"]
+
+
+@pytest.mark.long
+def test_stored_beginnings_are_those_of_the_same_adapter():
+    base = a_base()
+    adapters = adapters_of(base)
+    params = replace(PARAMS, n=1, ignore_eos=True)
+    engine = an_engine(base, adapters, prefix_bytes=1 << 20)
+    [[turn]] = engine.generate(PROMPTS[:1], params, adapter="one")
+    longer = [np.array([*turn.prompt, *turn.tokens, 5], np.int32)]
+    for name, model in {"two": adapters["two"], None: base, "one": adapters["one"]}.items():
+        reused = engine.prefixes.num_reused_tokens
+        [[found]] = engine.generate(longer, params, adapter=name)
+        [[alone]] = an_engine(model).generate(longer, params)
+        assert found.tokens == alone.tokens
+        assert (engine.prefixes.num_reused_tokens > reused) == (name == "one")
+
+
+@pytest.mark.heavy
+def test_what_a_batch_cannot_share_is_refused():
+    base = a_base(attention_bias=True)
+    full = add_adapter(base, LoRAConfig(r=2, bias="all"))
+    with pytest.raises(ValueError, match="low-rank changes alone"):
+        Engine.of(base, object(), {"full": full})
+    with pytest.raises(ValueError, match="another is not an adapter of the same model"):
+        Engine.of(base, object(), {"another": add_adapter(a_base(seed=1), LoRAConfig(r=2))})
+
+
+@pytest.mark.long
+def test_sharded_weights_and_fewer_bits():
+    base = a_base(num_attention_heads=4, num_key_value_heads=4)
+    adapters = adapters_of(base)
+    expected = together(an_engine(base, adapters))
+    sharded = together(an_engine(base, adapters, tp=2))
+    for name, sequences in expected.items():
+        assert [each.tokens for each in sharded[name]] == [each.tokens for each in sequences]
+    in_half = together(an_engine(base, adapters, weights="bfloat16"))
+    assert all(len(each.tokens) for sequences in in_half.values() for each in sequences)
+
+
+@pytest.mark.drawn(4, "adapters")
+@pytest.mark.heavy
+def test_a_server_replaces_the_weights_of_one_adapter_among_several():
+    base = a_base()
+    adapters = adapters_of(base)
+    engine = an_engine(base, adapters)
+    loop = EngineLoop({"base": engine, "one": engine, "two": engine}, 8)
+    weights = Weights(loop, {"base": base, **adapters})
+    before = {name: texts_of(engine, name) for name in (None, "one", "two")}
+    one = adapters["one"].adapter
+    new = add_adapter(base, LoRAConfig(r=1, lora_alpha=3))  # of another rank
+    trained = trained_randomly(new, 5).adapter.trained
+    specs = adapter_specs(base.config, new.adapter.config)
+    push(weights, "one", specs, trained, adapter=adapter_config_dict(new.adapter, base.config))
+    assert {each["model"]: each["version"] for each in weights.describe()["models"]} == {"base": 0, "one": 5, "two": 0}
+    alone = replace(base, params=apply_adapter(new.adapter.frozen, trained))
+    assert texts_of(engine, "one") == texts_of(an_engine(alone), None) != before["one"]
+    assert {name: texts_of(engine, name) for name in (None, "two")} == {name: before[name] for name in (None, "two")}
+    [[sampled]] = engine.generate(PROMPTS[:1], replace(PARAMS, n=1), adapter="one")
+    assert set(sampled.versions) == {5}
+    with pytest.raises(ApiError, match="base is the base of one, two"):
+        push(weights, "base", model_specs(base.config), base.params)
+    spoilt = jax.tree.map(lambda x: x * jnp.nan, trained)
+    with pytest.raises(ApiError, match="not finite"):
+        push(weights, "one", specs, spoilt, adapter=adapter_config_dict(new.adapter, base.config))
+    biased = adapter_config_dict(replace(one, config=replace(one.config, bias="all")), base.config)
+    with pytest.raises(ApiError, match="shares its batch"):
+        push(weights, "one", specs, trained, adapter=biased)
+    assert loop.loads.keys() == {"base"}
+
+
+def texts_of(engine, name):
+    return [each.tokens for each in flat(engine.generate(PROMPTS, PARAMS, adapter=name))]

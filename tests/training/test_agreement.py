@@ -8,18 +8,17 @@ magnify a rounding of its first layer several hundred times, so that float32 its
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from groupax import Engine, SamplingParams, init_model, load_model
 from groupax.models.decoder import logits
 from groupax.models.execution import DIRECT
-from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.settings.objective import ObjectiveSettings
 from groupax.training.batch import pack
-from groupax.training.step import LOGP_DIFF, all_reduce, micro_step, score, shard_batch, zero_grads
+from groupax.training.packing import plan_micro_batches
+from groupax.training.step import score, shard_batch
 from groupax.types import Row
 from tests.conftest import LATENTS, TINY, rest_heavy
 
@@ -59,7 +58,7 @@ def trainer_logps(model, rows, temperature, micro_batch_tokens, share_prefix="au
     for part in pack(rows, num_data_shards(model.mesh), micro_batch_tokens, share_prefix=share_prefix)[0]:
         batch = shard_batch(part.batch, model.mesh)
         out = np.asarray(
-            score(model.params, batch, config=model.config, settings=settings, mesh=model.mesh, execution=DIRECT)[0]
+            score(model.params, batch, settings=StepSettings(model.config, settings, model.mesh, DIRECT))[0]
         )
         for index, logp in zip(part.rows, out, strict=True):
             if index >= 0:
@@ -82,32 +81,6 @@ def test_engine_and_trainer_logps_are_equal_on_the_real_model(stories, temperatu
     logps = trainer_logps(model, rows, temperature, micro_batch_tokens)
     pairs = zip(rows, logps, strict=True)
     assert_agree_ill_conditioned(np.concatenate([np.abs(row.rollout_logp - logp) for row, logp in pairs]))
-
-
-@pytest.mark.heavy
-def test_a_training_step_finds_the_engines_logps(stories):
-    model = load_model(stories)
-    prompts = [np.array([1, *range(20, 20 + length)], np.int32) for length in (3, 5, 9, 14, 20, 6, 11, 31)]
-    engine = Engine(model.config, model.params, model.mesh, eos_ids=(2,))
-    rows = rows_of(engine.generate(prompts, SamplingParams(n=8, max_tokens=64)), prompts)
-    counts = Denominators(jnp.float32(64.0), jnp.float32(64.0 * 64))
-    totals = zero_grads(model.params, config=model.config, settings=ObjectiveSettings(), mesh=model.mesh)
-    for part in pack(rows, num_data_shards(model.mesh), 2000)[0]:
-        totals, _ = micro_step(
-            model.params,
-            totals,
-            shard_batch(part.batch, model.mesh),
-            counts,
-            jnp.float32(0.0),
-            config=model.config,
-            settings=ObjectiveSettings(),
-            mesh=model.mesh,
-            execution=DIRECT,
-        )
-    totals = all_reduce(totals, config=model.config, mesh=model.mesh)
-    num_tokens = sum(len(row.completion) for row in rows)
-    assert float(totals.metrics.sums[f"{LOGP_DIFF}_mean"]) < 5e-6 * num_tokens
-    assert float(totals.metrics.maxima[f"{LOGP_DIFF}_max"]) < 1e-4
 
 
 LFM2 = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True, "head_dim": None}
@@ -179,27 +152,58 @@ def test_grouped_logps_are_those_of_the_whole_sequence(family):
         np.testing.assert_allclose(logp, expected, atol=1e-5)
 
 
-@pytest.mark.heavy
-def test_sharing_prompts_changes_neither_loss_nor_gradients():
-    model = init_model({**TINY, "head_dim": 8}, seed=1)
-    rng = np.random.default_rng(1)
+# -- packing
+
+
+RNG = np.random.default_rng(0)
+
+
+def drawn_rows(num_groups, group_size, longest=60, rng=RNG):
     rows = []
-    for group, prompt_length in enumerate((1, 2, 9, 31)):
-        prompt = rng.integers(0, 96, prompt_length)
-        for length in rng.integers(1, 30, 4):
-            mask, tokens, advantages = np.ones(length, bool), rng.integers(0, 96, length), np.full(length, rng.normal())
-            rows.append(Row(group, prompt, tokens, mask, advantages, rng.normal(size=length)))
-    settings = ObjectiveSettings()
-    counts = Denominators(jnp.float32(len(rows)), jnp.float32(sum(len(row.completion) for row in rows)))
-    static = {"config": model.config, "settings": settings, "mesh": model.mesh, "execution": DIRECT}
+    for group in range(num_groups):
+        prompt = rng.integers(0, 9, rng.integers(1, 30))
+        for length in rng.integers(1, longest, group_size):
+            tokens, ones = rng.integers(0, 9, length), np.ones(length)
+            rows.append(Row(group, prompt, tokens, np.ones(length, bool), ones, rng.random(length)))
+    return rows
 
-    def loss_and_grads(share_prefix):
-        totals = zero_grads(model.params, config=model.config, settings=settings, mesh=model.mesh)
-        for part in pack(rows, num_data_shards(model.mesh), 300, share_prefix=share_prefix)[0]:
-            batch = shard_batch(part.batch, model.mesh)
-            totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), **static)
-        totals = all_reduce(totals, config=model.config, mesh=model.mesh)
-        return jax.tree.leaves((totals.loss, totals.grads))
 
-    for a, b in zip(loss_and_grads("always"), loss_and_grads("never"), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+def test_a_prompt_is_computed_once_for_its_group_unless_that_is_switched_off():
+    rows = drawn_rows(4, 8)
+    distinct = sum(len(rows[8 * group].prompt) - 1 for group in range(4))
+    for share, copies in (("always", 1), ("never", 8), ("auto", 1)):
+        [each] = plan_micro_batches(rows, 1, 10**6, share_prefix=share)
+        assert sum(part.prompt for part in each.shards[0]) == copies * distinct
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mean", [20, pytest.param(96, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [2, pytest.param(5, marks=pytest.mark.long)])
+def test_over_many_steps_padding_is_little_and_shapes_are_few(mean, seed):
+    rng = np.random.default_rng(seed)
+    shapes, padding, counts = [], [], []
+    for _ in range(50):
+        rows, real = [], 0
+        for group in range(16):
+            prompt = np.zeros(int(np.clip(rng.gamma(4, 30), 20, 400)), np.int64)
+            real += len(prompt) - 1
+            for length in np.clip(rng.geometric(1 / mean, 8), 1, 512):
+                mask, zeros = np.ones(length, bool), np.zeros(length)
+                rows.append(Row(group, prompt, np.zeros(length, int), mask, zeros, zeros))
+                real += length
+        packed, shapes = pack(rows, 2, 4096, shapes, longest=(400, 512))
+        padding.append(1 - real / sum(part.num_tokens for part in packed))
+        counts.append(len(shapes))
+    assert np.mean(padding) < 0.15
+    assert counts[-1] <= 6, counts
+    assert counts[-1] - counts[10] <= 2, counts
+
+
+def of_one_prompt(columns, lengths):
+    prompt = np.zeros(columns + 1, int)
+    return [Row(0, prompt, np.zeros(n, int), np.ones(n, bool), np.ones(n), np.zeros(n)) for n in lengths]
+
+
+def test_empty_completions_have_a_row():
+    [part], _ = pack(of_one_prompt(3, [0] * 7 + [1]), 1, 1000)
+    assert sorted(part.rows[part.rows >= 0]) == list(range(8))

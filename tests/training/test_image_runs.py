@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from groupax import bundle_step, replay_bundle, replay_step
+from groupax import bundle_step, init_model, replay_bundle, replay_step
 from groupax.cli.main import main
 from groupax.config import GRPOConfig
 from groupax.data.files import read_rows
@@ -22,23 +22,27 @@ from groupax.engine.prefill import check_images, lookup_tokens
 from groupax.engine.prefix_cache import Prefix, PrefixCache
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
-from groupax.models.params import init_params
-from groupax.models.vision.placement import continued, num_features, place_images
-from groupax.models.weights.checkpoint import Model, add_adapter
-from groupax.parallel.mesh import make_mesh
+from groupax.models.vision.placement import num_features, place_images
+from groupax.models.weights.checkpoint import add_adapter
 from groupax.runs.build import learner_settings
 from groupax.settings.sampling import SamplingParams
-from groupax.trainer import GRPOTrainer
-from groupax.training.batch import pack
 from groupax.training.learner import Learner
 from groupax.types import Row
-from tests.conftest import steps_started
-from tests.models.vision_models import IMAGE, config_of, random_prompts
+from tests.conftest import assert_trees_match, one_device_mesh, steps_started
+from tests.models.vision_models import (
+    IMAGE,
+    QWENS,
+    an_image,
+    config_of,
+    model_folder,
+    random_prompts,
+    two_layers,
+)
+from tests.training.test_trainer import a_trainer
 
 Image = pytest.importorskip("PIL.Image")
 ExifTags = pytest.importorskip("PIL.ExifTags")
 
-from .image_runs import QWENS, an_image, model_folder
 
 FAMILIES = ["smolvlm", "gemma3", *QWENS]
 TARGETS = {
@@ -72,13 +76,6 @@ def test_images_of_a_column_come_before_the_text_of_the_first_message_of_the_use
     assert [part["type"] for part in read["prompt"][1]["content"]] == ["image", "image", "text"]
     assert images_of(read) == images
     assert without_images(read["prompt"])[1]["content"] == [{"type": "image"}, {"type": "image"}, text("Q")]
-
-
-def test_images_of_a_column_take_the_places_of_the_messages():
-    images = [an_image(0), an_image(1)]
-    prompt = user({"type": "image"}, text("a"), {"type": "image", "image": images[1]}, text("b"))
-    read = with_images({"prompt": prompt, "image": images[0]}, "row 0")
-    assert images_of(read) == images
 
 
 @pytest.mark.parametrize("orientation", [None, *range(1, 9)])
@@ -141,12 +138,10 @@ def _frames():
         (_bomb(), "cannot be read: Image size"),
         (_frames(), "has 2 frames"),
         ("https://example.com/a.png", "nothing is fetched from a network"),
-        ("/dev/zero", "which is not a file"),
+        ("/dev/zero", "is not a regular file"),
         ("/nowhere/a.png", "which cannot be read"),
         ("data:image/png;base64,????", "base64 is damaged"),
-        ("data:image/png,abc", "is not a data: URL with base64"),
         (17, "must be a PIL image, bytes, a path"),
-        ({"decodermaxblock": 65536, "height": 8}, "must be .* datasets makes JSON of images in parts of messages"),
     ],
 )
 def test_bad_images_are_refused_by_their_row(value, fault):
@@ -161,7 +156,6 @@ def test_bad_images_are_refused_by_their_row(value, fault):
         ({"prompt": user(text("a")), "image": an_image(0)}, "has 1 images in its column and 0 parts"),
         ({"prompt": user({"type": "image"}, text("a")), "images": [an_image(0)] * 2}, "has 2 images .* and 1 parts"),
         ({"prompt": user({"type": "image"}, text("a"))}, "has 0 images in its column and 1 parts"),
-        ({"prompt": user({"type": "image", "url": "x"}, text("a"))}, "has its image under 'url'"),
         ({"prompt": user({"type": "image_url", "image_url": "http://x"})}, "only data: URLs are read"),
         (
             {"prompt": [{"role": "assistant", "content": [{"type": "image", "image": an_image(0)}]}]},
@@ -222,30 +216,22 @@ def test_a_sequence_must_have_the_images_that_its_tokens_stand_for():
         check_images(config, a_sequence(ends, place_images(config, ends, [image])))
 
 
-def test_positions_continue_after_images():
-    config = read_config(config_of("qwen3_vl", {}, {}, {})).vision
-    [(ids, placed)] = random_prompts(config, 0, (2,))
-    longer = continued(placed, len(ids) + 3)
-    last = placed.positions[:, -1].max() + 1
-    np.testing.assert_array_equal(longer.positions[:, len(ids) :], np.tile(np.arange(last, last + 3), (3, 1)))
-    np.testing.assert_array_equal(continued(longer, len(ids)).positions, placed.positions)
-
-
 # -- engine and updates
 
 
-def two_layers(family):
-    kinds = {"layer_types": ["linear_attention", "full_attention"]} if family == "qwen3_5" else {}
-    return config_of(family, {"num_hidden_layers": 2, **kinds}, {}, {})
+def a_model(family, scale=5.0):
+    model = init_model(two_layers(family), 0, mesh=one_device_mesh())
+    return replace(model, params=jax.tree.map(lambda x: scale * x if x.ndim > 1 else x, model.params))
+
+
+def a_learner(model, **settings):
+    return Learner(model, learner_settings(GRPOConfig(beta=0.0, optimizer="sgd", **settings)), 10)
 
 
 def sampled_rows(family, freeze=True, n=2):
-    hf = two_layers(family)
-    config, mesh = read_config(hf), make_mesh((1, 1, 1, 1, 1), jax.devices()[:1])
-    params = jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, init_params(config, jax.random.key(0), mesh))
-    args = GRPOConfig(beta=0.0, freeze_vision_tower=freeze, optimizer="sgd")
-    learner = Learner(Model(config, params, mesh, hf, {}), learner_settings(args), 10)
-    engine = Engine(config, learner.policy, mesh, (), features=learner.features)
+    model = a_model(family)
+    config, learner = model.config, a_learner(model, freeze_vision_tower=freeze)
+    engine = Engine(config, learner.policy, model.mesh, (), features=learner.features)
     prompts = random_prompts(config.vision, 0, (1, 0, 2))
     sequences = engine.sequences([ids for ids, _ in prompts], SamplingParams(n=n, max_tokens=6))
     for each in sequences:
@@ -301,36 +287,16 @@ def test_dropout_of_an_adapter_of_the_tower_does_not_depend_on_micro_batches(fam
     _, rows = sampled_rows(family)
     updated = {}
     for rate, tokens in ((0.5, 10_000), (0.5, 24), (0.0, 10_000)):
-        hf = two_layers(family)
-        config, mesh = read_config(hf), make_mesh((1, 1, 1, 1, 1), jax.devices()[:1])
-        model = Model(config, init_params(config, jax.random.key(0), mesh), mesh, hf, {})
-        adapted = add_adapter(model, LoRAConfig(r=4, lora_dropout=rate, target_modules=TARGETS[family]))
+        adapted = add_adapter(a_model(family, 1.0), LoRAConfig(r=4, lora_dropout=rate, target_modules=TARGETS[family]))
         trained = jax.tree.map(lambda x: x + 0.05, adapted.adapter.trained)
         adapted = replace(adapted, adapter=replace(adapted.adapter, trained=trained))
-        args = GRPOConfig(beta=0.0, optimizer="sgd", learning_rate=0.1, micro_batch_tokens=tokens)
-        learner = Learner(adapted, learner_settings(args), 10)
+        learner = a_learner(adapted, learning_rate=0.1, micro_batch_tokens=tokens)
         learner.update(rows)
         updated[rate, tokens] = jax.tree.leaves(learner.state.params["vision"])
     whole, small, without = updated.values()
-    for a, b in zip(whole, small, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+    assert_trees_match(whole, small, atol=1e-6)
     for other in (without, jax.tree.leaves(trained["vision"])):
         assert max(np.abs(a - b).max() for a, b in zip(whole, other, strict=True)) > 1e-5
-
-
-def test_equal_images_of_a_micro_batch_are_encoded_once():
-    config = read_config(config_of("smolvlm", {}, {}, {}))
-    [(ids, placed)] = random_prompts(config.vision, 0, (1,))
-    nothing = np.zeros(2, np.float32)
-    rows = [
-        Row(group, ids, np.array([4, 5], np.int32), np.ones(2, bool), nothing, nothing, images=placed)
-        for group in range(3)
-    ]
-    [part], _ = pack(rows, 1, 10_000, vision=config.vision)
-    assert [len(own) for own in part.images] == [1]
-    index = part.batch.ragged.images.feature_index
-    assert (index >= 0).sum() == 3 * sum(placed.num_tokens)
-    assert index.max() + 1 == sum(placed.num_tokens)
 
 
 @pytest.mark.parametrize(
@@ -366,9 +332,9 @@ def some_rows():
 
 
 def a_run(folder, model, steps, **settings):
-    given = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 6, "learning_rate": 1e-3}
-    args = GRPOConfig(output_dir=str(folder), max_steps=steps, progress_bar="none", **{**given, **settings})
-    return GRPOTrainer(model, reward, args, some_rows())
+    given = {"output_dir": str(folder), "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 6}
+    given |= {"learning_rate": 1e-3, "max_steps": steps, "tokenizer": None}
+    return a_trainer(folder, reward, some_rows(), str(model), **given | settings)
 
 
 @pytest.mark.drawn(1)
@@ -376,26 +342,22 @@ def a_run(folder, model, steps, **settings):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_trains_and_resumes_bit_for_bit_and_keeps_images_and_tower(tmp_path, family):
     model = model_folder(family, tmp_path / "model")
-    whole = a_run(tmp_path / "whole", model, 4, updates_per_rollout=2, beta=0.01, lr_scheduler_type="constant")
+    whole = a_run(tmp_path / "whole", model, 4, updates_per_rollout=2, beta=0.01)
     whole.train()
-    half = {"updates_per_rollout": 2, "beta": 0.01, "save_steps": 1, "lr_scheduler_type": "constant"}
+    half = {"updates_per_rollout": 2, "beta": 0.01, "save_steps": 1}
     a_run(tmp_path / "half", model, 3, **half).train()
     resumed = a_run(tmp_path / "half", model, 4, **half, resume=str(tmp_path / "half"))
     assert steps_started(resumed) == [3]
     assert resumed.learner.digest() == whole.learner.digest()
     outcome = replay_step(tmp_path / "half", 4, model, reward, train_dataset=some_rows())
     assert outcome.is_equal
-    given = {"train_dataset": some_rows(), "include": ("state", "model")}
-    assert bundle_step(tmp_path / "half", 4, tmp_path / "b.tar.zst", model, reward, **given).outcome.is_equal
-    assert replay_bundle(tmp_path / "b.tar.zst").is_equal
     assert len(list((tmp_path / "whole" / "images").glob("*.png"))) == 3
     exported = tmp_path / "exported"
     assert main(["checkpoints", str(tmp_path / "half"), "export", "--to", str(exported)]) == 0
     first = a_run(tmp_path / "first", model, 1).learner
     for number, written in enumerate((tmp_path / "whole" / "model", exported)):
         last = a_run(tmp_path / f"again{number}", written, 1).learner
-        for a, b in zip(jax.tree.leaves(first.untrained), jax.tree.leaves(last.untrained), strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_trees_match(first.untrained, last.untrained)
 
 
 @pytest.mark.heavy

@@ -14,21 +14,11 @@ from groupax.models.families import read_config
 from groupax.models.specs import num_params, spec_leaves
 from groupax.parallel import memory as peak
 from groupax.parallel.mesh import make_mesh
+from tests.conftest import TINY
 
 GB = 10**9
-LLAMA_8B = {
-    "model_type": "llama",
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14_336,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500_000.0,
-    "tie_word_embeddings": False,
-}
+LLAMA_8B = {**TINY, "vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14_336}
+LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
 # In a process of its own, whose peak nothing else has part in.
 LOAD = """
 import resource, sys

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax import GRPOConfig, LoRAConfig, add_adapter, init_model
-from groupax.parallel.collectives import DEVICE, HOST, on_devices, on_host
+from groupax import LoRAConfig, add_adapter, init_model
+from groupax.parallel.collectives import DEVICE, HOST
 from groupax.parallel.mesh import make_mesh
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.training.optimizer import OPTIMIZERS, make_optimizer, make_schedule
@@ -21,17 +21,6 @@ BOTH = {"offload_optimizer": True, "offload_reference": True}
 
 def kinds(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.size > 1}
-
-
-def test_arrays_go_to_the_hosts_and_come_back_split_as_they_were():
-    mesh = make_mesh((1, 4, 1, 1, 1))
-    x = jax.device_put(jnp.arange(32.0).reshape(8, 4), jax.NamedSharding(mesh, jax.P("fsdp")))
-    there = on_host({"x": x})["x"]
-    assert (there.sharding.memory_kind, there.sharding.spec) == (HOST, x.sharding.spec)
-    assert on_host(there) is there
-    back = on_devices(there)
-    assert back.sharding == x.sharding
-    np.testing.assert_array_equal(back, x)
 
 
 @pytest.mark.drawn(2)
@@ -98,7 +87,5 @@ def test_a_run_is_the_same_and_goes_on_with_and_without(tmp_path, adapts):
 
 
 def test_what_cannot_be_offloaded_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="offload_reference needs a reference, and beta is 0; set beta above 0"):
-        GRPOConfig(offload_reference=True)
     with pytest.raises(ValueError, match="that of an adapter is its base, which is always needed; set it to False"):
         a_trainer(tmp_path, lora_r=4, beta=0.1, offload_reference=True)

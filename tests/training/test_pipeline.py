@@ -8,9 +8,7 @@ import time
 
 import pytest
 
-from groupax import GRPOConfig
 from groupax.errors import PreemptedError, RewardError
-from groupax.parallel.preemption import FairLock, RolloutCancelled
 from groupax.runs.checkpoints.arrays import read_on_host
 from tests.conftest import rest_heavy
 from tests.runs.stopped_run import final_state, letters
@@ -127,23 +125,6 @@ def test_a_run_that_was_stopped_goes_on_exactly(tmp_path, whole, phase):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("settings", [{"lora_r": 4, "eval_steps": 2}, {**REUSE, "dtype": "bfloat16"}], ids=str)
-def test_adapters_and_other_dtypes_go_on_too(tmp_path, settings):
-    settings = {**settings, "save_steps": 1, "save_total_limit": 0}
-    undisturbed = ahead(tmp_path, letters, **settings)
-    undisturbed.train()
-    expected, lines = final_state(undisturbed), steps_of(tmp_path)
-    for step in (1, 3):
-        again = ahead(
-            tmp_path / str(step), letters, **settings, resume=str(tmp_path / f"run/checkpoints/step_00000{step}")
-        )
-        again.train()
-        found = final_state(again)
-        assert all((found[name] == expected[name]).all() for name in expected)
-        assert steps_of(tmp_path / str(step)) == lines[step:]
-
-
-@pytest.mark.long
 def test_killed_at_random_moments_it_goes_on_exactly(tmp_path):
     ahead = {"max_staleness": 3, "rollout_correction": "token_truncate", "updates_per_rollout": 1, "max_steps": 12}
     check_killed(tmp_path, 4, ahead, seed=2)
@@ -166,77 +147,7 @@ def test_what_goes_wrong_in_a_thread_ends_the_run(tmp_path):
 
 
 @pytest.mark.heavy
-def test_a_fault_of_the_engine_ends_the_run(tmp_path):
-    trainer = ahead(tmp_path)
-    sequences, asked = trainer.engine.sequences, []
-
-    def failing(*arguments, **options):
-        asked.append(True)
-        if len(asked) == 3:
-            raise OSError("the devices are gone")
-        return sequences(*arguments, **options)
-
-    trainer.engine.sequences = failing
-    with pytest.raises(OSError, match="the devices are gone"):
-        trainer.train()
-    assert not rollout_threads()
-
-
-@pytest.mark.heavy
 def test_rewards_that_need_signals_get_the_main_thread(tmp_path):
     trainer = ahead(tmp_path, needing_signals, eval_steps=2)
     trainer.train()
     assert all(line["rewards/needing_signals/failures"] == 0 for line in steps_of(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_staleness": 1}, "set rollout_correction, e.g. to 'token_truncate'"),
-        ({"max_staleness": -1}, "max_staleness must be between 0 and"),
-    ],
-)
-def test_refusals(settings, message):
-    with pytest.raises(ValueError, match=message):
-        GRPOConfig(**settings)
-
-
-# -- turns
-
-
-def test_turns_go_to_who_has_waited_longest():
-    lock, order, waiting = FairLock(), [], []
-
-    def wait(name):
-        with lock:
-            order.append(name)
-
-    with lock:
-        for name in "abc":
-            waiting.append(threading.Thread(target=wait, args=(name,)))
-            waiting[-1].start()
-            while len(lock._waiting) < len(waiting):
-                time.sleep(0.001)
-    for thread in waiting:
-        thread.join()
-    assert order == ["a", "b", "c"]
-
-
-def test_closed_turns_are_refused():
-    lock, refused = FairLock(), []
-
-    def wait():
-        try:
-            with lock:
-                pass
-        except RolloutCancelled:
-            refused.append(True)
-
-    with lock:
-        thread = threading.Thread(target=wait)
-        thread.start()
-        lock.close()
-        thread.join()
-    assert refused
-    with pytest.raises(RolloutCancelled), lock:
-        pass

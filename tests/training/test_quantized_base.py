@@ -1,4 +1,4 @@
-"""A base in fewer bits: what it takes, that gradients pass it, that adapters learn on it."""
+"""A base in fewer bits, and checkpoints that have it: gradients pass it, and adapters learn on it."""
 
 import json
 
@@ -6,14 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from groupax import GRPOConfig, GRPOTrainer, LoRAConfig, add_adapter, load_model, save_model
+from groupax import LoRAConfig, add_adapter, init_model, load_model, save_model
 from groupax.models.layers import linear
 from groupax.models.weights.checkpoint import reshard
-from groupax.models.weights.nf4 import CODE, Nf4, dequantize_nf4, nf4_bytes, quantization_config, quantize_nf4
-from groupax.models.weights.quantize import decoding_params, dense, is_quantized, quantizer
+from groupax.models.weights.mxfp4 import dequantize
+from groupax.models.weights.nf4 import Nf4, nf4_bytes, quantization_config, quantize_nf4
+from groupax.models.weights.quantize import dense, is_quantized, quantizer
 from groupax.parallel.mesh import make_mesh
-from tests.conftest import rest_heavy
+from tests.conftest import TINY, assert_trees_match, one_device_mesh
 from tests.models.test_lora import a_base, all_logits, leaves, trained_randomly
 
 from .test_trainer import a_trainer, lines_of
@@ -31,19 +33,6 @@ def test_weights_in_fewer_bits_are_not_put_on_a_mesh_that_would_split_them(saved
     model = load_model(saved, weights="int8", mesh=make_mesh((4, 1, 1, 1, 1)))
     with pytest.raises(ValueError, match="quantized weights are replicated and cannot be sharded"):
         reshard(model, make_mesh((2, 1, 1, 2, 1)))
-
-
-def test_numbers_of_the_code_are_kept_and_others_become_the_nearest():
-    code = np.array(CODE, np.float32)
-    weight = np.zeros((4, 64), np.float32)
-    weight[:, :16], weight[2:] = 3 * code, 0
-    weight[1, 20:23] = 3 * np.array([0.04, 0.9, -0.62], np.float32)
-    out = np.asarray(dequantize_nf4(quantize_nf4(jnp.asarray(weight)), jnp.float32))
-    scale = out[0, 15] / 3  # of all blocks alike
-    np.testing.assert_allclose(scale, 1.0, rtol=0.02)
-    np.testing.assert_allclose(out[:2, :16], 3 * scale * code[None].repeat(2, 0), rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(out[1, 20:23], 3 * scale * np.array([0.0795803, 1.0, -0.6961928]), rtol=1e-5)
-    assert (out[2:] == 0).all()
 
 
 @pytest.mark.parametrize("shape", [(64, 172), (5, 26), (1, 2), (512, 1024)])
@@ -89,26 +78,12 @@ def test_the_backward_pass_makes_the_numbers_again():
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("kind", rest_heavy(KINDS))
-def test_loading_quantizes_the_layers_matrices(saved, kind):
-    plain, model = load_model(saved), load_model(saved, weights=kind)
-    layer = model.params["layers"][1]
-    assert is_quantized(layer["q"])
-    assert layer["attention_norm"].dtype == jnp.float32
-    assert not is_quantized(model.params["embed"])
-    assert 0 < np.abs(all_logits(model) - all_logits(plain)).max() < 3
-    with pytest.raises(ValueError, match="weights are quantized already"):
-        decoding_params(model.config, model.params, "bfloat16")
-
-
-@pytest.mark.heavy
 def test_4_bits_on_disk(saved, tmp_path):
     model = load_model(saved, weights="nf4")
     save_model(load_model(saved), tmp_path / "nf4", weights="nf4")
     again = load_model(tmp_path / "nf4")
     assert isinstance(again.params["layers"][0]["q"], Nf4)
-    for a, b in zip(leaves(model.params), leaves(again.params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_trees_match(leaves(model.params), leaves(again.params))
     save_model(again, tmp_path / "numbers")
     np.testing.assert_allclose(all_logits(load_model(tmp_path / "numbers")), all_logits(model), atol=1e-5)
     with pytest.raises(ValueError, match="are in 4 bits; they cannot be quantized to int8"):
@@ -119,26 +94,6 @@ def test_4_bits_on_disk(saved, tmp_path):
     with pytest.raises(ValueError, match="quantized"):
         load_model(tmp_path / "nf4")
     assert quantization_config("bfloat16")["bnb_4bit_compute_dtype"] == "bfloat16"
-
-
-def test_a_4_bit_checkpoint_of_another_layout_is_refused(saved, tmp_path):
-    from safetensors.numpy import load_file, save_file
-
-    save_model(load_model(saved), tmp_path / "nf4", weights="nf4")
-    path, name = tmp_path / "nf4" / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
-    tensors = load_file(path)
-    state = json.loads(bytes(tensors[f"{name}.quant_state.bitsandbytes__nf4"]))
-    for change, message in (
-        ({"blocksize": 128}, "is not quantized to nf4"),
-        ({"shape": [3, 4]}, r"has shape \[3, 4\]"),
-    ):
-        text = np.frombuffer(json.dumps({**state, **change}).encode(), np.uint8)
-        save_file({**tensors, f"{name}.quant_state.bitsandbytes__nf4": text}, path)
-        with pytest.raises(ValueError, match=message):
-            load_model(tmp_path / "nf4")
-    save_file({key: value for key, value in tensors.items() if key != f"{name}.nested_absmax"}, path)
-    with pytest.raises(ValueError, match="not a 4-bit weight with double quantization"):
-        load_model(tmp_path / "nf4")
 
 
 @pytest.mark.drawn(2, "learns")
@@ -152,8 +107,7 @@ def test_an_adapter_learns_on_a_quantized_base(saved, tmp_path, kind):
     lines = lines_of(tmp_path)
     assert lines[0]["reward"] < 0.3
     assert lines[-1]["reward"] > 0.7
-    for a, b in zip(before, leaves(trainer.learner.frozen.params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_trees_match(before, leaves(trainer.learner.frozen.params))
     assert is_quantized(trainer.engine.params["layers"][0]["q"].base), "rollouts decode what is trained"
     assert max(line["rollout/logp_diff_max"] for line in lines) < 1e-5
 
@@ -172,27 +126,77 @@ def test_an_adapter_on_4_bits_is_merged_into_their_numbers(saved, tmp_path):
     np.testing.assert_allclose(all_logits(merged), all_logits(model), atol=1e-5)
 
 
-@pytest.mark.long
-def test_qlora_on_stories(stories, tmp_path):
-    """Rewards the letter e; 4-bit base, changes of rank 8."""
+# -- checkpoints of gpt-oss
 
-    def vowels(completions):
-        return [text.count("e") / max(len(text), 1) for text in completions]
 
-    args = GRPOConfig(
-        output_dir=str(tmp_path / "run"),
-        max_steps=20,
-        prompts_per_step=4,
-        max_completion_length=32,
-        learning_rate=5e-3,
-        lora_r=8,
-        base_weights="nf4",
-        progress_bar="none",
-    )
-    dataset = [{"prompt": f"Once upon a time, there was a {who}"} for who in ("cat", "dog", "girl", "tree")]
-    trainer = GRPOTrainer(str(stories), vowels, args, dataset)
-    trainer.train()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    rewards = [line["reward"] for line in lines]
-    assert np.mean(rewards[-4:]) > 1.5 * np.mean(rewards[:4])
-    assert all(line["rollout/logp_diff_mean"] < 5e-6 for line in lines)
+HF = {**TINY, "model_type": "gpt_oss", "hidden_size": 64, "head_dim": 8, "intermediate_size": 32, "sliding_window": 8}
+HF |= {"num_local_experts": 3, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+
+
+def quantized_folder(folder, scales=(118, 128)):
+    """A folder with random weights, those of experts as blocks and scales, and these by their names."""
+    save_model(init_model(HF, mesh=one_device_mesh()), folder)
+    rng, stored = np.random.default_rng(0), load_file(folder / "model.safetensors")
+    quantized = {}
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        E, D, F = stored.pop(name).shape
+        quantized[f"{name}_blocks"] = rng.integers(0, 256, (E, F, D // 32, 16)).astype(np.uint8)
+        quantized[f"{name}_scales"] = rng.integers(*scales, (E, F, D // 32)).astype(np.uint8)
+    save_file({**stored, **quantized}, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return quantized
+
+
+@pytest.mark.heavy
+def test_weights_of_4_bits_are_dequantized_as_they_are_read(tmp_path):
+    quantized = quantized_folder(tmp_path / "quantized")
+    model = load_model(tmp_path / "quantized", mesh=one_device_mesh())
+    assert "quantization_config" not in model.hf_config
+    for index, layer in enumerate(model.params["layers"]):
+        name = f"model.layers.{index}.mlp.experts"
+        both, down = (
+            dequantize(quantized[f"{name}.{own}_blocks"], quantized[f"{name}.{own}_scales"])
+            for own in ("gate_up_proj", "down_proj")
+        )
+        np.testing.assert_array_equal(layer["expert_gate"], both[:, 0::2])
+        np.testing.assert_array_equal(layer["expert_up"], both[:, 1::2])
+        np.testing.assert_array_equal(layer["expert_down"], down)
+    save_model(model, tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    stored = saved["model.layers.1.mlp.experts.gate_up_proj"]
+    assert stored.shape == (3, 64, 64)
+    np.testing.assert_array_equal(stored[:, :, 1::2].swapaxes(1, 2), model.params["layers"][1]["expert_up"])
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("part", "damaged", "message"),
+    [
+        ("scales", None, "no scales"),
+        ("scales", np.full((3, 64, 1), 255, np.uint8), "infinite or NaN"),
+        ("blocks", np.zeros((3, 64, 1, 8), np.uint8), r"need \[E, O, G, 16\]"),
+    ],
+)
+def test_damaged_weights_of_4_bits_are_refused(tmp_path, part, damaged, message):
+    quantized_folder(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[name := f"model.layers.0.mlp.experts.down_proj_{part}"]
+    tensors |= {} if damaged is None else {name: damaged}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path, mesh=one_device_mesh())
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+def test_random_blocks_are_what_transformers_makes_of_them():
+    torch = pytest.importorskip("torch")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng = np.random.default_rng(1)
+    blocks = rng.integers(0, 256, (3, 6, 4, 16)).astype(np.uint8)
+    scales = rng.integers(0, 252, (3, 6, 4)).astype(np.uint8)
+    theirs = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales)).float().numpy()
+    np.testing.assert_array_equal(dequantize(blocks, scales).astype(np.float32).swapaxes(1, 2), theirs)

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from groupax.episodes.play import play_episodes
-from groupax.episodes.record import LEFT, Question, Record, remove_records
+from groupax.episodes.record import Question, Record, remove_records
 from groupax.episodes.rules import make_rules
 from groupax.errors import InfrastructureError
 from groupax.runs.folder import RunFolder
 from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.results import ToolResult
-from groupax.tools.runner import Outcome
 from groupax.tools.tool import Step, tool
 from tests.episodes.test_episodes import PROMPT, TOKENIZER, Script, call
 
@@ -35,7 +34,7 @@ def play(answer, record, tools=(), environments=None, num_prompts=2, step=0, **s
     ids = np.asarray(TOKENIZER.encode(text), np.int32)
     examples = [{"prompt": PROMPT, "words": ["a"]}] * num_prompts
     groups = play_episodes(
-        Script(answer), TOKENIZER, examples, [ids] * num_prompts, PARAMS, step, rules=rules, record=record
+        Script(answer), TOKENIZER, Prompts(examples, [ids] * num_prompts), PARAMS, step, rules=rules, record=record
     )
     try:
         return sorted((list(group) for group in groups), key=lambda group: group[0].prompt_index)
@@ -85,18 +84,6 @@ def counting(log):
 
 def three_calls(text, sample, turn):
     return call("look", number=10 * turn + sample) * 2 if turn < 3 else f"the end {len(text)}"
-
-
-def test_a_rollout_that_is_played_again_makes_no_recorded_call_again(tmp_path):
-    log = []
-    first = play(three_calls, Record(tmp_path, "rollout_000000"), [counting(log)])
-    assert len(log) == 2 * 3 * 3 * 2
-    second = play(three_calls, Record(tmp_path, "rollout_000000"), [counting(log)])
-    assert len(log) == 36
-    assert rows_of(first) == rows_of(second)
-    third = play(three_calls, Record(tmp_path, "rollout_000001"), [counting(log)], step=1)
-    assert len(log) == 72
-    assert rows_of(first) != rows_of(third)
 
 
 @pytest.mark.parametrize("num_turns", [1, 9, 20])
@@ -166,16 +153,6 @@ def adds(text, sample, turn):
     return "hm" if turn == 1 else call("add", number=sample + 1)
 
 
-def test_environments_of_episodes_that_had_ended_are_not_created_again(tmp_path):
-    Counter.log = []
-    first = play(adds, Record(tmp_path, "r"), environments=Counter)
-    assert {row.finish_reason for group in first for row in group} == {"done"}
-    assert Counter.log.count("reset") == Counter.log.count("close") == 6
-    Counter.log = []
-    assert rows_of(play(adds, Record(tmp_path, "r"), environments=Counter)) == rows_of(first)
-    assert not Counter.log
-
-
 def test_an_episode_that_leaves_its_record_begins_again_with_a_new_environment(tmp_path):
     play(adds, Record(tmp_path, "r"), environments=Counter)
 
@@ -232,26 +209,6 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
         assert Record(tmp_path, "r").answer(question(index=1, name="f")) == ToolResult("three", 0.5)
     path.write_bytes(b'{"at": 1}\n[]\n\0\0\0\n' + whole + b"\xff\xfe")
     assert Record(tmp_path, "r").answer(question(index=1, name="f")) == ToolResult("two", 0.5, "error", -1.5, True)
-
-
-def test_an_answer_is_for_the_same_call_after_the_same_tokens_only(tmp_path):
-    record = Record(tmp_path, "r")
-    record.add(question(name="f", arguments={"x": 1}), ToolResult("one", 0.5))
-    for other in ({"name": "g"}, {"arguments": {"x": 2}}, {"stream": "cd"}, {"turn": 4}, {"index": 1}):
-        assert record.answer(question(**{"name": "f", "arguments": {"x": 1}, **other})) is None
-    stateful = question(what="act", has_state=True)
-    record.add(stateful, Outcome([[{"role": "user", "content": "x"}], 0.5, False]))
-    assert record.answer(stateful) is None  # its state is not that of a resumed run
-    record.end((1, 2))
-    record.close()
-    again = Record(tmp_path, "r")
-    assert again.answer(stateful) == Outcome([[{"role": "user", "content": "x"}], 0.5, False])
-    left = again.answer(question(what="act", has_state=True, stream="cd"))
-    assert isinstance(left, Outcome)
-    assert left.kind == LEFT
-    again.begin_again((1, 2))
-    assert again.answer(stateful) is None
-    assert again.answer(question(name="f", arguments={"x": 1})) == ToolResult("one", 0.5)
 
 
 def test_records_that_cannot_be_written_do_not_stop_the_run(tmp_path):

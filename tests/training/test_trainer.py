@@ -1,24 +1,19 @@
 """The loop: it learns, it repeats itself, it writes what it did, it refuses what cannot work."""
 
 import json
-import os
-import re
 from dataclasses import replace
-from typing import get_args
 
 import jax
 import numpy as np
 import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model, load_model
-from groupax.data.tokenizer import last_text
 from groupax.engine.core import EngineCore
 from groupax.errors import RewardError
 from groupax.metrics.completions import is_measured, window_mean
 from groupax.parallel.runtime import LARGE_PROGRAMS, compilation
-from groupax.settings.objective import LossType
 from groupax.types import Row
-from tests.conftest import TINY
+from tests.conftest import TINY, assert_trees_match
 from tests.data.test_config_and_data import a_tokenizer
 
 PROMPTS = [{"prompt": text, "gold": text[0]} for text in ("abc", "bcd", "ca", "dabc", "ef", "fed", "ge", "hi")]
@@ -37,6 +32,7 @@ def a_trainer(
     eval_dataset=None,
     peft_config=None,
     kind=GRPOTrainer,
+    tokenizer="letters",
     **settings,
 ):
     args = GRPOConfig(
@@ -53,8 +49,21 @@ def a_trainer(
         }
     )
     model = model or init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
-    tokenizer = a_tokenizer(eos_token="<eos>")
+    tokenizer = a_tokenizer(eos_token="<eos>") if tokenizer == "letters" else tokenizer
     return kind(model, rewards, args, dataset, eval_dataset, tokenizer, peft_config=peft_config)
+
+
+def trained(tmp_path, rewards=count_a, **settings):
+    trainer = a_trainer(tmp_path, rewards, **settings)
+    trainer.train()
+    return trainer
+
+
+def updates_of(trainer):
+    """A list that will have the rows of each update."""
+    updates, update = [], trainer.learner.update
+    trainer.learner.update = lambda rows: updates.append(rows) or update(rows)
+    return updates
 
 
 def lines_of(tmp_path, timings=False):
@@ -84,14 +93,13 @@ def test_a_run_of_natural_lengths_compiles_few_programs(tmp_path, adapts, monkey
     )
     settings = {"max_completion_length": longest, "max_steps": 50, "learning_rate": 1e-4, "eval_steps": 25}
     sampling = {"eval_num_generations": 8, "eval_temperature": 1.0, "prompts_per_step": 8, "num_generations": 8}
-    trainer = a_trainer(tmp_path, model=model, eval_dataset=PROMPTS, **settings, **sampling)
-    trainer.train()
+    trained(tmp_path, model=model, eval_dataset=PROMPTS, **settings, **sampling)
     lines = [line for line in lines_of(tmp_path, timings=True) if "step_time" in line]
     assert len(lines) == 50
     assert len({line["completions/max_length"] for line in lines}) > 5, "lengths differ from step to step"
     counts = [line["compile/num_large_programs"] for line in lines]
     assert counts == sorted(counts), "numbers since the start"
-    assert 3 <= counts[-1] <= 6, {name: compilation().programs[name] for name in LARGE_PROGRAMS}
+    assert 3 <= counts[-1] <= 6
     assert lines[-1]["compile/num_programs"] > counts[-1]
     assert lines[-1]["compile/total_s"] >= lines[0]["time/compile_s"] > 0
 
@@ -114,24 +122,12 @@ def test_a_run_of_natural_lengths_compiles_few_programs(tmp_path, adapts, monkey
 def test_the_same_seed_gives_the_same_run(tmp_path, settings):
     runs = []
     for name in ("one", "two"):
-        trainer = a_trainer(tmp_path / name, **settings)
-        trainer.train()
+        trainer = trained(tmp_path / name, **settings)
         runs.append((lines_of(tmp_path / name), jax.device_get(trainer.learner.state.params)))
     assert runs[0][0] == runs[1][0]
-    for a, b in zip(*(jax.tree.leaves(params) for _, params in runs), strict=True):
-        np.testing.assert_array_equal(a, b)
-    other = a_trainer(tmp_path / "three", seed=1, **settings)
-    other.train()
+    assert_trees_match(*(params for _, params in runs))
+    trained(tmp_path / "three", seed=1, **settings)
     assert lines_of(tmp_path / "three") != runs[0][0]
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("loss_type", get_args(LossType))
-def test_every_loss_trains(tmp_path, loss_type):
-    trainer = a_trainer(tmp_path, loss_type=loss_type, epsilon_high=0.3, num_iterations=2, max_steps=2)
-    start = jax.device_get(trainer.learner.state.params)
-    trainer.train()
-    assert not np.array_equal(start["embed"], trainer.learner.state.params["embed"])
 
 
 def test_columns_reach_the_reward_once_per_completion(tmp_path):
@@ -149,8 +145,7 @@ def test_columns_reach_the_reward_once_per_completion(tmp_path):
 def test_the_run_folder(tmp_path):
     import pyarrow.parquet
 
-    trainer = a_trainer(tmp_path, max_steps=4, logging_steps=2, eval_steps=2, eval_dataset=PROMPTS)
-    trainer.train()
+    trainer = trained(tmp_path, max_steps=4, logging_steps=2, eval_steps=2, eval_dataset=PROMPTS)
     run = tmp_path / "run"
     assert GRPOConfig.from_mapping(json.loads((run / "config.json").read_text())) == trainer.args
     lines = lines_of(tmp_path, timings=True)
@@ -166,17 +161,6 @@ def test_the_run_folder(tmp_path):
     assert (run / "model" / "tokenizer.json").is_file()
 
 
-@pytest.mark.heavy
-def test_an_earlier_run_is_moved_aside(tmp_path, caplog):
-    a_trainer(tmp_path, max_steps=1).train()
-    first = (tmp_path / "run" / "metrics.jsonl").read_text()
-    with caplog.at_level("INFO"):
-        a_trainer(tmp_path, max_steps=2).train()
-    assert re.search(r"earlier run in .* is now in .*run\.1", caplog.text)
-    assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == first
-    assert len(lines_of(tmp_path)) == 2
-
-
 def test_a_trainer_that_cannot_be_made_moves_nothing(tmp_path):
     a_trainer(tmp_path, max_steps=1).train()
     with pytest.raises(ValueError, match="neither a model folder nor"):
@@ -189,19 +173,7 @@ def test_a_models_own_weights_stay_as_they_are(tmp_path):
     model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
     before = jax.device_get(model.params)
     a_trainer(tmp_path, model=model, max_steps=2).train()
-    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(model.params), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.optimized
-@pytest.mark.heavy
-def test_bfloat16_trains_float32_masters(tmp_path):
-    trainer = a_trainer(tmp_path, dtype="bfloat16", learning_rate=1e-6, max_steps=2)
-    start = jax.device_get(trainer.learner.state.params)
-    trainer.train()
-    assert trainer.learner.policy["embed"].dtype == "bfloat16"
-    moved = np.asarray(trainer.learner.state.params["embed"]) - start["embed"]
-    assert 0 < np.abs(moved).max() < 1e-5
+    assert_trees_match(before, model.params)
 
 
 # -- diagnostics
@@ -219,16 +191,6 @@ def test_a_run_explains_what_is_off(tmp_path, caplog, settings, reward, message)
     assert message in caplog.text
 
 
-@pytest.mark.heavy
-def test_a_model_without_eos_is_told_of(tmp_path, caplog):
-    model = init_model({key: value for key, value in {**TINY, "vocab_size": 13}.items() if key != "eos_token_id"})
-    args = GRPOConfig(output_dir=str(tmp_path / "run"), max_steps=5, max_completion_length=8, progress_bar="none")
-    trainer = GRPOTrainer(model, count_a, args, PROMPTS, processing_class=a_tokenizer())
-    trainer.train()
-    assert "end-of-sequence token" in caplog.text
-    assert "no completion ended with a stop token" in caplog.text
-
-
 def test_an_update_that_is_not_finite_is_skipped(tmp_path):
     model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
     trainer = a_trainer(tmp_path, model=model, learning_rate=1e-2, max_steps=1)
@@ -238,8 +200,7 @@ def test_an_update_that_is_not_finite_is_skipped(tmp_path):
     ]
     start = jax.device_get(trainer.learner.state.params)
     assert not trainer.learner.update(rows).applied
-    for a, b in zip(jax.tree.leaves(start), jax.tree.leaves(trainer.learner.state.params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_trees_match(start, trainer.learner.state.params)
 
 
 # -- refusals
@@ -290,24 +251,6 @@ def test_evaluations_tell_rewards_where_the_run_stands_and_what_failed(tmp_path,
     assert caplog.text.count("ZeroDivisionError: ") == 1
 
 
-def test_conversations_whose_messages_have_parts_are_shown(tmp_path, capsys):
-    template = tmp_path / "template.jinja"
-    template.write_text("{% for message in messages %}{{ message['content'][0]['text'] }}{% endfor %}")
-    contents = [[{"type": "text", "text": row["prompt"]}] for row in PROMPTS]
-    rows = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
-    a_trainer(tmp_path, dataset=rows, max_steps=1, progress_bar="rich", chat_template=str(template)).train()
-    assert re.search(f"prompt: ({'|'.join(row['prompt'] for row in PROMPTS)})", capsys.readouterr().out)
-
-
-def test_what_a_prompt_ends_with():
-    assert last_text("2+2=") == "2+2="
-    assert last_text([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]) == "u"
-    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
-    assert last_text([{"role": "user", "content": parts}]) == "a\nb"
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
-    assert json.loads(last_text([call])) == call
-
-
 def test_evaluation_needs_a_dataset(tmp_path):
     with pytest.raises(ValueError, match="no eval_dataset to evaluate on"):
         a_trainer(tmp_path).evaluate()
@@ -331,14 +274,6 @@ def test_an_unwritable_output_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"output_dir .* cannot be written to"):
         a_trainer(tmp_path, output_dir=str(tmp_path / "file" / "run"))
-
-
-@pytest.mark.heavy
-def test_long_prompts_can_be_dropped_or_cut(tmp_path, caplog):
-    a_trainer(tmp_path, max_prompt_length=3, prompt_overflow="drop", max_steps=1).train()
-    assert "1 dropped, 0 truncated" in caplog.text
-    a_trainer(tmp_path / "cut", max_prompt_length=3, prompt_overflow="truncate_left", max_steps=1).train()
-    assert "0 dropped, 1 truncated" in caplog.text
 
 
 # -- parts
@@ -378,30 +313,6 @@ def test_hostile_completions_do_not_reach_the_terminal(tmp_path, capfd):
 
 
 # -- on real weights
-
-
-@pytest.mark.long
-def test_the_quick_start_script(stories, tmp_path, monkeypatch):
-    """TRL's own first example with its import, model, dataset and number of steps changed."""
-    from datasets import Dataset
-
-    monkeypatch.chdir(tmp_path)
-    dataset = Dataset.from_list(
-        [{"prompt": f"Once upon a time, there was a {who}"} for who in ("cat", "dog", "girl")] * 4
-    )
-
-    def reward_len(completions, **kwargs):
-        return [-abs(20 - len(completion)) for completion in completions]
-
-    training_args = GRPOConfig(output_dir="Qwen2-0.5B-GRPO", logging_steps=10, max_steps=1, progress_bar="none")
-    trainer = GRPOTrainer(
-        model=str(stories),
-        reward_funcs=reward_len,
-        args=training_args,
-        train_dataset=dataset,
-    )
-    trainer.train()
-    assert os.listdir("Qwen2-0.5B-GRPO/model")
 
 
 @pytest.mark.optimized

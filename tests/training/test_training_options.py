@@ -1,7 +1,5 @@
 """What the options of a run do in the loop: reuse of rollouts, dynamic sampling, references, masks, bad steps."""
 
-import copy
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -27,14 +25,13 @@ from groupax.events import (
     StepEnded,
     StepStarted,
 )
-from groupax.metrics.completions import merge_rollouts, solved_metrics
+from groupax.metrics.completions import solved_metrics
 from groupax.models.flops import forward_flops
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params
-from groupax.training.packing import Shape
-from tests.conftest import TINY, rest_heavy, steps_started
+from tests.conftest import TINY, assert_trees_match, rest_heavy, steps_started
 
-from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
+from .test_trainer import PROMPTS, a_trainer, count_a, lines_of, trained, updates_of
 
 
 def leaves(trainer):
@@ -48,10 +45,8 @@ def leaves(trainer):
 @pytest.mark.parametrize("reuse", [{"num_iterations": 3}, {"updates_per_rollout": 2}], ids=str)
 def test_the_first_update_on_a_rollout_needs_no_old_logprobs_and_has_ratio_one(tmp_path, reuse):
     trainer = a_trainer(tmp_path, prompts_per_step=2, max_steps=3, learning_rate=3e-2, **reuse)
-    scored, updated = [], []
-    logprobs, update = trainer.learner.logprobs, trainer.learner.update
+    scored, logprobs, updated = [], trainer.learner.logprobs, updates_of(trainer)
     trainer.learner.logprobs = lambda params, rows: scored.append(len(rows)) or logprobs(params, rows)
-    trainer.learner.update = lambda rows: updated.append(rows) or update(rows)
     trainer.train()
     assert updated[0][0].old_logp is None
     # only minibatches whose first update is not on policy are scored: none, or the second of each rollout
@@ -65,15 +60,10 @@ def test_the_first_update_on_a_rollout_needs_no_old_logprobs_and_has_ratio_one(t
 @pytest.mark.heavy
 def test_the_old_logprobs_are_those_of_the_first_update(tmp_path):
     trainer = a_trainer(tmp_path, num_iterations=2, max_steps=2)
-    seen = []
-    update = trainer.learner.update
-    trainer.learner.update = lambda rows: seen.append((rows, copy.copy(trainer.learner.policy))) or update(rows)
-    policy_before = jax.tree.map(jnp.copy, trainer.learner.policy)
+    updates, policy_before = updates_of(trainer), jax.tree.map(jnp.copy, trainer.learner.policy)
     trainer.train()
-    rows = seen[1][0]
-    expected = trainer.learner.logprobs(policy_before, rows)[0]
-    for row, logp in zip(rows, expected, strict=True):
-        np.testing.assert_allclose(row.old_logp, logp, atol=1e-6)
+    expected = trainer.learner.logprobs(policy_before, updates[1])[0]
+    assert_trees_match([row.old_logp for row in updates[1]], expected, atol=1e-6)
 
 
 # -- dynamic sampling
@@ -89,11 +79,9 @@ def sometimes(prompts, completion_ids):
 @pytest.mark.heavy
 def test_groups_without_signal_are_replaced(tmp_path):
     trainer = a_trainer(tmp_path, sometimes, filter_zero_variance=True, filter_budget=8.0, max_steps=3)
-    trained = []
-    update = trainer.learner.update
-    trainer.learner.update = lambda rows: trained.append(rows) or update(rows)
+    updates = updates_of(trainer)
     trainer.train()
-    for line, rows in zip(lines_of(tmp_path), trained, strict=True):
+    for line, rows in zip(lines_of(tmp_path), updates, strict=True):
         assert len(rows) == 16
         by_group = {group: [row.advantages[0] for row in rows if row.group == group] for group in range(4)}
         assert all(np.ptp(advantages) > 0 for advantages in by_group.values())
@@ -118,35 +106,7 @@ def test_the_budget_ends_the_search_and_the_step_keeps_its_size(tmp_path, caplog
         assert line["filter/filled_up_frac"] == 1
         assert line["loss"] == 0
     assert "more than half of the groups had no signal" in caplog.text
-    for a, b in zip(start, leaves(trainer), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.drawn(4, "resume")
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"filter_zero_variance": True},
-        {"filter_zero_variance": True, "updates_per_rollout": 2, "prompts_per_step": 2, "beta": 0.05},
-    ],
-    ids=str,
-)
-def test_a_run_is_a_function_of_cursor_and_learner(tmp_path, settings):
-    """Another process that is given both goes on exactly as this one would have."""
-    whole = a_trainer(tmp_path / "whole", sometimes, max_steps=6, **settings)
-    whole.train()
-    first = a_trainer(tmp_path / "first", sometimes, max_steps=6, **settings)
-    first.num_steps = 4
-    first.train()
-    second = a_trainer(tmp_path / "second", sometimes, max_steps=6, **settings)
-    second.cursor, second.learner = first.cursor, first.learner
-    second.collector.learner = first.learner
-    second.train()
-    lines = [*lines_of(tmp_path / "first"), *lines_of(tmp_path / "second")]
-    assert lines == lines_of(tmp_path / "whole")
-    for a, b in zip(leaves(whole), leaves(second), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_trees_match(start, leaves(trainer))
 
 
 # -- reference, masks, entropy
@@ -164,10 +124,8 @@ def test_the_reference_moves_towards_the_policy(tmp_path, dtype):
     for ref, new, old in zip(reference, leaves(trainer), start, strict=True):
         assert ref.dtype == np.float32  # it would not follow a policy that moves by less than a unit of bfloat16
         np.testing.assert_allclose(ref, 0.75 * new + 0.25 * old, atol=1e-6)
-    still = a_trainer(tmp_path / "still", max_steps=1, **settings)
-    still.train()
-    for ref, old in zip(jax.tree.leaves(still.learner.reference), start, strict=True):
-        np.testing.assert_array_equal(ref, old)
+    still = trained(tmp_path / "still", max_steps=1, **settings)
+    assert_trees_match(still.learner.reference, start)
 
 
 @pytest.mark.heavy
@@ -185,17 +143,6 @@ def test_only_top_entropy_tokens_are_trained_on_however_the_step_is_cut(tmp_path
         # completions of a group begin with the same distribution, so the one at the threshold may be there four times
         assert 0 <= kept - (num_tokens - np.ceil(round((num_tokens - 1) * 0.8, 6))) <= 3
     np.testing.assert_allclose(*grads, rtol=1e-5)
-
-
-@pytest.mark.heavy
-def test_the_entropy_bonus_keeps_the_policy_open(tmp_path):
-    entropies = []
-    for coef in (0.0, 0.3):
-        a_trainer(tmp_path / str(coef), max_steps=15, entropy_coef=coef).train()
-        lines = lines_of(tmp_path / str(coef))
-        entropies.append(lines[-1]["entropy"])
-        assert ("entropy_coef" in lines[0]) == (coef > 0)
-    assert entropies[1] > entropies[0] + 0.3
 
 
 @pytest.mark.heavy
@@ -342,20 +289,6 @@ def test_the_learning_rate_waits_for_skipped_updates(tmp_path):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", rest_heavy(["old_logp", "ref_logp", "rollout_logp", "sampler_logp"]))
-@pytest.mark.parametrize("value", rest_heavy([float("-inf"), float("inf"), float("nan")], quick=2))
-def test_an_infinite_logprob_leaves_the_weights_finite(tmp_path, name, value):
-    trainer = a_trainer(tmp_path, beta=0.1, num_iterations=2, rollout_correction="token_truncate")
-    rows = fixed_rows(trainer)
-    zeros = [np.zeros(len(row.completion), np.float32) for row in rows]
-    rows = [replace(row, old_logp=row.rollout_logp, ref_logp=zero - 2) for row, zero in zip(rows, zeros, strict=True)]
-    rows[3] = replace(rows[3], **{name: zeros[3] + value})
-    trainer.learner.update(rows)
-    trainer.learner.update(rows)
-    assert all(np.isfinite(x).all() for x in leaves(trainer))
-
-
-@pytest.mark.heavy
 def test_the_entropy_coefficient_is_reported_as_trl_does_if_asked(tmp_path):
     adaptive = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 100.0}
     reported = {}
@@ -392,8 +325,7 @@ def test_all_rows_truncated_and_masked_change_nothing(tmp_path, caplog):
     assert all(line["loss_tokens"] == 0 and line["loss"] == 0 and line["update_skipped"] == 0 for line in lines)
     assert all(line["entropy"] is None and line["clip_ratio/high_max"] is None for line in lines)  # of no tokens
     assert "no completion ended with a stop token" in caplog.text
-    for a, b in zip(start, leaves(trainer), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_trees_match(start, leaves(trainer))
 
 
 # -- refusals and diagnostics
@@ -415,6 +347,29 @@ def test_all_rows_truncated_and_masked_change_nothing(tmp_path, caplog):
         ({"max_bad_steps": 0}, "max_bad_steps must be between 1 and"),
         ({"optimizer": "adam"}, "optimizer must be one of adamw, adafactor, lion, muon, sgd, got 'adam'"),
         ({"rollout_correction": "truncate"}, "rollout_correction must be one of none, token_truncate"),
+        ({"use_kl_in_reward": True}, "use_kl_in_reward needs a reference, and beta is 0"),
+        ({"reward_clip_range": (1.0, 1.0)}, "a lower and a higher number"),
+        ({"reward_clip_range": (0.0, 1.0), "multi_objective_aggregation": "normalize_then_sum"}, "clips the sum"),
+        ({"reward_clip_range": (0.0, 1.0), "turn_credit": "returns"}, "set reward_clip_range to None"),
+        ({"use_kl_in_reward": True, "beta": 0.1, "turn_credit": "returns"}, "turn_credit 'returns' does not use"),
+        ({"importance_sampling_level": "sequence_sum", "turn_credit": "returns"}, "undoes turn_credit"),
+        ({"max_staleness": 1}, "set rollout_correction, e.g. to 'token_truncate'"),
+        ({"max_staleness": -1}, "max_staleness must be between 0 and"),
+        ({"mesh": "2,2"}, "five numbers"),
+        ({"mesh": "1,x,1,1,1"}, "five numbers"),
+        ({"mesh": "-1,-1,1,1,1"}, "one may be -1 for the rest"),
+        ({"mesh": "0,1,1,1,1"}, "at least 1"),
+        ({"mesh_dcn": "2,-1,1,1,1"}, r"mesh_dcn must be numbers of slices, all at least 1, got '2,-1,1,1,1'"),
+        ({"decoding_tp": 2, "decoding_weights": "int8"}, "decoding_weights 'int8' are replicated on every device"),
+        ({"decoding_tp": 2, "base_weights": "nf4", "lora_r": 4}, "base_weights 'nf4' are replicated on every device"),
+        (
+            {"decoding_tp": 2, "max_staleness": 1, "rollout_correction": "token_truncate"},
+            "decoding_tp 2 and max_staleness 1 exclude each other",
+        ),
+        ({"routing_replay": True, "rollout_servers": ("http://a:1",)}, "rollout_servers send no experts"),
+        ({"regex": "a"}, "with regex completions are sampled from another distribution"),
+        ({"offload_reference": True}, "offload_reference needs a reference, and beta is 0; set beta above 0"),
+        ({"attn_implementation": "flash"}, "attn_implementation must be one of auto, plain, fused, got 'flash'"),
     ],
     ids=str,
 )
@@ -456,8 +411,7 @@ def test_ways_of_computing_the_same_update(tmp_path):
     }
     results = {}
     for name, options in ways.items():
-        trainer = a_trainer(tmp_path / name, optimizer="sgd", learning_rate=1e-2, max_steps=1, beta=0.1, **options)
-        trainer.train()
+        trainer = trained(tmp_path / name, optimizer="sgd", learning_rate=1e-2, max_steps=1, beta=0.1, **options)
         results[name] = leaves(trainer)
     start = leaves(a_trainer(tmp_path / "start"))
     for name, weights in results.items():
@@ -532,33 +486,19 @@ def test_a_run_that_ends_within_a_rollout_goes_on_with_the_rest_of_it(tmp_path, 
     settings = {"updates_per_rollout": 3, "max_staleness": staleness, "prompts_per_step": 2}
     settings["lr_scheduler_type"] = "constant"
     settings |= {"rollout_correction": "token_truncate"} if staleness else {}
-    whole = a_trainer(tmp_path / "whole", max_steps=6, **settings)
-    whole.train()
+    whole = trained(tmp_path / "whole", max_steps=6, **settings)
     a_trainer(tmp_path / "parts", max_steps=4, **settings).train()
     longer = a_trainer(tmp_path / "parts", max_steps=6, resume=str(tmp_path / "parts/run"), **settings)
     assert steps_started(longer) == [4, 5]
     assert [line["step"] for line in lines_of(tmp_path / "parts")] == [1, 2, 3, 4, 5, 6]
-    for a, b in zip(leaves(longer), leaves(whole), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.heavy
-def test_shapes_of_a_larger_budget_are_forgotten_by_a_resumed_run(tmp_path):
-    first = a_trainer(tmp_path, max_steps=1, num_generations=16, micro_batch_tokens=4096)
-    first.train()
-    again = {"resume": str(tmp_path / "run"), "micro_batch_tokens": 64}
-    second = a_trainer(tmp_path, max_steps=2, num_generations=16, **again)
-    assert steps_started(second) == [1]
-    sizes = [max(shape.tokens for shape in trainer.learner.shapes) for trainer in (first, second)]
-    assert sizes[1] < sizes[0]
+    assert_trees_match(leaves(longer), leaves(whole))
 
 
 @pytest.mark.drawn(4, "resume")
 @pytest.mark.heavy
 @pytest.mark.parametrize("step", [2, 3, 5])
 def test_a_run_whose_steps_cross_rollouts_is_resumed_exactly(tmp_path, step):
-    whole = a_trainer(tmp_path / "whole", max_steps=6, **ACROSS)
-    whole.train()
+    whole = trained(tmp_path / "whole", max_steps=6, **ACROSS)
     assert whole.last_metrics["update_skipped"] == 0
     stopped = a_trainer(tmp_path / "parts", max_steps=6, save_steps=step, **ACROSS)
     update, calls = stopped.learner.update, []
@@ -572,10 +512,8 @@ def test_a_run_whose_steps_cross_rollouts_is_resumed_exactly(tmp_path, step):
     stopped.learner.update = failing
     with pytest.raises(RuntimeError, match="power is gone"):
         stopped.train()
-    resumed = a_trainer(tmp_path / "parts", max_steps=6, **ACROSS)
-    resumed.train()
-    for a, b in zip(leaves(resumed), leaves(whole), strict=True):
-        np.testing.assert_array_equal(a, b)
+    resumed = trained(tmp_path / "parts", max_steps=6, **ACROSS)
+    assert_trees_match(leaves(resumed), leaves(whole))
 
 
 @pytest.mark.heavy
@@ -590,11 +528,9 @@ def test_a_run_is_not_resumed_with_another_schedule(tmp_path):
 def test_an_epoch_ends_with_a_step_of_what_is_left(tmp_path):
     settings = {"kind": across(2, 3, 4, 4, 1), "max_steps": -1, "num_train_epochs": 2.0}
     trainer = a_trainer(tmp_path, dataset=PROMPTS[:5], **settings)
-    sizes = []
-    update = trainer.learner.update
-    trainer.learner.update = lambda rows: sizes.append(len(rows)) or update(rows)
+    updates = updates_of(trainer)
     trainer.train()
-    assert sizes == [6, 6, 4] * 2  # two rollouts of 8 completions an epoch; the fifth prompt is left out
+    assert [*map(len, updates)] == [6, 6, 4] * 2  # two rollouts of 8 completions an epoch; the fifth prompt is left out
 
 
 @pytest.mark.heavy
@@ -646,21 +582,6 @@ def test_a_step_on_several_rollouts_tells_of_all_of_them(tmp_path):
     assert 0 < lines[0]["num_tokens"] < lines[1]["num_tokens"] == trainer.cursor.num_tokens
 
 
-def test_failures_and_seconds_of_a_steps_rollouts_add_up():
-    sampled = [
-        {"time/rollout_s": 1.0, "rewards/a/failures": 2.0, "reward": 1.0, "completions/max_length": 3.0, "epoch": 0.1},
-        {"time/rollout_s": 2.0, "rewards/a/failures": 0.0, "reward": np.nan, "completions/max_length": 9, "epoch": 0.2},
-        {"time/rollout_s": 3.0, "rewards/a/failures": 1.0, "reward": 4.0, "completions/max_length": 4.0, "epoch": 0.3},
-    ]  # fmt: skip
-    assert merge_rollouts(sampled) == {
-        "time/rollout_s": 6.0,
-        "rewards/a/failures": 3.0,
-        "reward": 2.5,
-        "completions/max_length": 9.0,
-        "epoch": 0.3,
-    }
-
-
 @pytest.mark.heavy
 def test_what_rewards_log_takes_no_name_of_the_runs(tmp_path):
     def reward(completion_ids, log_metric):
@@ -668,8 +589,7 @@ def test_what_rewards_log_takes_no_name_of_the_runs(tmp_path):
             log_metric(name, 99.0)
         return count_a(completion_ids)
 
-    trainer = a_trainer(tmp_path, reward, max_steps=1, eval_dataset=PROMPTS[:2])
-    trainer.train()
+    trainer = trained(tmp_path, reward, max_steps=1, eval_dataset=PROMPTS[:2])
     [line] = lines_of(tmp_path)
     assert line["step"] == 1
     assert line["reward"] < 99
@@ -695,30 +615,3 @@ def test_old_log_probs_have_no_dropout(tmp_path):
     trainer.learner.update = watched
     trainer.train()
     assert max(gaps) < 1e-4
-
-
-@pytest.mark.heavy
-def test_a_step_that_is_begun_anew_forgets_its_rollouts(tmp_path):
-    trainer = a_trainer(tmp_path, dataset=PROMPTS[:4], kind=across(8, 2, 1, 4, 1), max_steps=2, beta=0.05)
-    collect, calls = trainer.collector.collect, []
-
-    def failing(cursor, num_wanted):
-        calls.append(trainer.learner.shapes)
-        if len(calls) == 4:
-            raise OSError("the disk is gone")
-        experience = collect(cursor, num_wanted)
-        if len(calls) == 3:  # as if it had needed another shape
-            trainer.learner.shapes = [*trainer.learner.shapes, Shape(8192, 8192, (2, 24), ((2, 16),))]
-        return experience
-
-    trainer.collector.collect = failing
-    with pytest.raises(OSError, match="the disk is gone"):
-        trainer.train()
-    [folder] = (tmp_path / "run" / "checkpoints").glob("step_000001")
-    state = json.loads((folder / "state.json").read_text())
-    assert state["cursor"]["step"] == 1
-    assert state["log"]["num_sampled_tokens"] == sum(
-        len(row["completion_ids"])
-        for row in pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / "step_000001.parquet").to_pylist()
-    )
-    assert trainer.learner.shapes == calls[2]

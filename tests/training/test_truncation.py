@@ -88,16 +88,6 @@ def test_a_row_does_not_depend_on_those_beside_it():
         np.testing.assert_array_equal(kept_by_threshold(rows[index : index + 1], 0, 0.9)[0], together[index])
 
 
-@pytest.mark.heavy
-def test_settings_are_per_row():
-    row = jnp.asarray(RNG.normal(size=WORDS), jnp.float32)
-    rows = jnp.broadcast_to(row - row.max(), (3, WORDS))
-    settings = jnp.array([0, 5, 1]), jnp.array([1.0, 1.0, 0.5], jnp.float32)
-    threshold = truncation_threshold(rows, maxima_of(rows), jnp.sum(jnp.exp(rows), axis=-1), *settings)
-    kept = Truncation(threshold, jnp.zeros(3)).weights(rows) > 0
-    assert kept.sum(-1).tolist() == [WORDS, 5, 1]
-
-
 @pytest.mark.parametrize("num", [1, 16, 20, 64])
 @pytest.mark.usefixtures("platform")
 def test_the_likeliest_tokens_are_those_of_a_sort(num):
@@ -107,20 +97,3 @@ def test_the_likeliest_tokens_are_those_of_a_sort(num):
         expected = np.argsort(-row, kind="stable")[:num]
         np.testing.assert_array_equal(ours, expected)
         np.testing.assert_array_equal(numbers, row[expected])
-
-
-@pytest.mark.parametrize(("num_words", "width"), [(96, 8), (8192, 64), (151_936, 128), (262_144, 512), (8191, 91)])
-def test_blocks_of_words_divide_the_vocabulary_if_they_can(num_words, width):
-    assert block_width(num_words) == width
-
-
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-@pytest.mark.parametrize("num_words", [8191, 8192])
-def test_each_block_is_reduced_to_a_number(num_words, platform, monkeypatch):
-    monkeypatch.setattr(truncation, "traced_platform", lambda: platform)
-    rows = jnp.asarray(RNG.integers(0, 1000, (16, num_words)), jnp.float32)
-    firsts = range(0, num_words, block_width(num_words))
-    np.testing.assert_array_equal(reduce_blocks(jnp.sum, rows, 0.0), np.add.reduceat(np.asarray(rows), firsts, axis=1))
-    np.testing.assert_array_equal(
-        reduce_blocks(jnp.min, -rows, 1.0), np.minimum.reduceat(-np.asarray(rows), firsts, axis=1)
-    )

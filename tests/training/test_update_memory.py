@@ -1,6 +1,5 @@
 """What a backward pass keeps in memory, and the checkpointing that is chosen for a device's memory."""
 
-import math
 from dataclasses import replace
 
 import jax
@@ -8,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 from groupax import GRPOConfig, init_model
-from groupax.data.prompts import PromptSet
 from groupax.engine import batch
 from groupax.models.decoder import PassOptions, forward
 from groupax.models.execution import Execution, FusedAttention
@@ -16,11 +14,9 @@ from groupax.models.families import read_config
 from groupax.models.flops import activation_bytes_per_token
 from groupax.models.kernels import fused_attention
 from groupax.models.specs import model_specs
-from groupax.parallel.mesh import num_data_shards
 from groupax.rollouts.state import Cursor
 from groupax.runs.build import learner_settings
 from groupax.runs.checkpoints.record import restore_learner, start_writing, state_of
-from groupax.runs.header import memory_facts, run_facts
 from groupax.training.learner import Learner
 from groupax.training.memory import LEAST_FIRST, UpdateMemory
 from tests.conftest import TINY, one_device_mesh
@@ -28,20 +24,8 @@ from tests.conftest import TINY, one_device_mesh
 from .test_trainer import a_trainer
 
 TOKENS = 48
-QWEN3_06B = {
-    "model_type": "qwen3",
-    "vocab_size": 128,
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 40_960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-}
+QWEN3_06B = {**TINY, "model_type": "qwen3", "vocab_size": 128, "hidden_size": 1024, "intermediate_size": 3072}
+QWEN3_06B |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960}
 FAMILIES = {
     "qwen3": QWEN3_06B,
     "qwen2": {**QWEN3_06B, "model_type": "qwen2"},
@@ -175,38 +159,6 @@ def test_a_resumed_run_keeps_its_choice(monkeypatch, tmp_path):
     other = a_learner(monkeypatch, float("inf"), gradient_checkpointing="full")
     restore_learner(other, tmp_path, state)
     assert other.execution.checkpointing == "full", "what is set is done"
-
-
-@pytest.mark.parametrize(
-    ("choice", "chosen", "text"),
-    [("auto", "none", None), ("auto", "dots", "dots, chosen for the devices' memory"), ("full", "full", "full")],
-)
-def test_the_choice_is_among_the_facts_of_a_run(choice, chosen, text):
-    model = init_model(TINY, mesh=one_device_mesh())
-    args = GRPOConfig(gradient_checkpointing=choice)
-    facts = run_facts(args, model, "rows", PromptSet([], []), {}, [], 3, 8, chosen, {})
-    assert facts.get("gradient checkpointing") == text
-
-
-def test_the_memory_that_is_always_taken_is_among_the_facts_of_a_run(tmp_path):
-    trainer = a_trainer(tmp_path)
-    state = trainer.learner.state
-    masters, policy = jax.tree.leaves(state.params), jax.tree.leaves(trainer.learner.policy)
-    copies = 1 if policy[0] is masters[0] else 2
-    expected = sum(x.nbytes for x in masters) * (2 + copies) / 1e6  # with adamw's two moments
-    told = memory_facts(trainer.learner, num_rows=8)["planned memory"]
-    assert told.startswith(f"{expected:.3g} MB per device for weights and optimizer, plus about ")
-    assert list(trainer.describe().plans) == ["planned memory"]
-
-
-def test_the_memory_that_updates_are_planned_to_take(tmp_path):
-    learner = a_trainer(tmp_path).learner
-    gradients = sum(4 * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(learner.state.params))
-    per_token = learner._memory().bytes_per_token(learner.execution.checkpointing)
-    longest = learner._memory().longest_row
-    shards = num_data_shards(learner.mesh)
-    assert learner.planned_update_bytes(num_rows=shards) == gradients + longest * per_token
-    assert learner.planned_update_bytes(10**9) == gradients + learner.micro_batch_tokens * per_token
 
 
 @pytest.mark.heavy

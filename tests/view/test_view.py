@@ -1,18 +1,16 @@
 """`groupax view`: what its server tells of run folders, what it refuses, and the page in a real browser
 (tests/view/test_view_page.py)."""
 
-import csv
 import http.client
-import inspect
 import json
 import os
 import re
-import shutil
 import socket
 import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from urllib.parse import urlencode
@@ -20,25 +18,23 @@ from urllib.parse import urlencode
 import numpy as np
 import pyarrow
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from groupax.cli.main import main
 from groupax.evaluation.items import Completion, Item
 from groupax.events import TokenScores
-from groupax.parallel.processes import is_loopback
-from groupax.runs import diagnostics
-from groupax.runs.diagnostics import SEVERITIES, severity_of
 from groupax.runs.files import check_unlocked
 from groupax.runs.folder import RunFolder
 from groupax.runs.report.record import read_run
 from groupax.runs.rollout_log import rollout_table, write_table
 from groupax.types import Rollout
-from groupax.view.curves import heat_map, mean_and_spread, row_means, smoothed, spread_out, thinned
+from groupax.view.curves import mean_and_spread, row_means, smoothed, spread_out, thinned
 from groupax.view.evaluations import item_page
 from groupax.view.groups import group_summaries
-from groupax.view.rollouts import Step, StepCache, read_step
+from groupax.view.rollouts import Step, read_step
 from groupax.view.runs import Run, Runs, Tail
 from groupax.view.server import make_server
-from groupax.view.token_values import LossBounds, TokenTexts, pushes, token_values
+from groupax.view.token_values import TokenTexts
 from groupax.view.why import exact_shares
 
 STATIC = Path(__file__).parents[2] / "groupax" / "view" / "static"
@@ -50,29 +46,20 @@ LONG = "ü" * 600_000  # 1.2 MB in one line
 def a_rollout(step, prompt_index, sample_index):
     """Prompt 0 gets equal rewards, those of prompt 1 disagree, prompt 2 is hostile; the last completion is cut off."""
     question = "What is 1+1?" if prompt_index == 0 else f"prompt {prompt_index} of step {step}"
-    prompt = HOSTILE if prompt_index == 2 else question
-    if prompt_index == 1:
-        prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+    prompt = (question, chat, HOSTILE)[prompt_index]
     text = f"answer {sample_index} of step {step}"
     if prompt_index == 2:
         text = LONG if sample_index == 0 else HOSTILE
-    num_tokens = 3 + sample_index
     right = 0.5 if prompt_index == 0 else sample_index / G
-    return Rollout(
-        prompt_index=prompt_index,
-        sample_index=sample_index,
-        example={"prompt": prompt},
-        prompt_ids=np.arange(4, dtype=np.int32),
-        completion_ids=np.arange(num_tokens, dtype=np.int32),
-        policy_logps=np.linspace(-2, -0.5, num_tokens).astype(np.float32),
-        sampler_logps=np.linspace(-2, -0.5, num_tokens).astype(np.float32) - 0.5,
-        finish_reason="length" if sample_index == G - 1 else "stop",
-        policy_version=step - 1,
-        text=text,
-        rewards={"right": right, "<b>brief</b>": 1 - sample_index / G if prompt_index == 1 else None},
-        advantage=sample_index - 1.5,
-        extra={"note": HOSTILE},
-    )
+    logps = np.linspace(-2, -0.5, 3 + sample_index).astype(np.float32)
+    ids = np.arange(3 + sample_index, dtype=np.int32)
+    rewards = {"right": right, "<b>brief</b>": 1 - sample_index / G if prompt_index == 1 else None}
+    drawn = {"policy_logps": logps, "sampler_logps": logps - 0.5, "policy_version": step - 1, "text": text}
+    drawn["finish_reason"] = "length" if sample_index == G - 1 else "stop"
+    prompt_ids, scored = np.arange(4, dtype=np.int32), {"rewards": rewards, "advantage": sample_index - 1.5}
+    extra = {"note": HOSTILE}
+    return Rollout(prompt_index, sample_index, {"prompt": prompt}, prompt_ids, ids, extra=extra, **drawn, **scored)
 
 
 def write_run(folder, config, num_steps=NUM_STEPS):
@@ -172,69 +159,36 @@ def test_series_are_what_was_logged(port):
     assert part["alpha"]["reward"]["y"] == pytest.approx(smoothed(np.arange(1, 7) / 10, 0.5)[2:4])
 
 
-def test_curves_are_saved_as_a_sheet_with_all_their_points(tmp_path):
+def test_curves_and_marks_have_positions_of_tokens_and_of_time(tmp_path):
     run = RunFolder(tmp_path / "=1+1")
     run.start({})
-    for step in (1, 2, 3):
-        reward = float("nan") if step == 2 else step / 4
-        run.write_metrics(
-            {"step": float(step), "reward": reward, 'a,"b"': 2.0, "step_time": 3.0, "num_tokens": 1e2 * step}
-        )
+    for step, reward in ((1, 0.25), (2, float("nan")), (3, 0.75)):
+        run.write_metrics({"step": float(step), "reward": reward, "step_time": 3.0, "num_tokens": 1e2 * step})
     run.write_diagnostic(2, "kl_runaway", "")
-    with (run.path / "diagnostics.jsonl").open("a") as log:
-        log.write('{"name": "of the future"}\n')
     with serving(run.path) as port:
         ask(port, "runs")
-        asked = [("run", "=1+1"), ("name", "reward"), ("name", 'a,"b"'), ("name", "none"), ("by", "time"), ("from", 6)]
-        status, headers, body = request(port, f"/api/csv?{urlencode(asked)}")
-        assert (status, headers["content-type"].split(";")[0]) == (200, "text/csv")
-        assert headers["content-disposition"] == "attachment"
-        assert list(csv.reader(body.decode().splitlines())) == [
-            ["run", "metric", "time", "value"],
-            ["'=1+1", "reward", "6", ""],  # which a spreadsheet does not compute
-            ["'=1+1", "reward", "9", "0.75"],
-            ["'=1+1", 'a,"b"', "6", "2"],
-            ["'=1+1", 'a,"b"', "9", "2"],
-        ]
-        asked = urlencode({"run": "=1+1", "name": "reward", "smooth": 0.5})
-        rows = list(csv.reader(request(port, f"/api/csv?{asked}")[2].decode().splitlines()))
-        assert rows[0] == ["run", "metric", "step", "value", "smoothed"]
-        assert float(rows[3][4]) == pytest.approx((0.25 * 0.5 + 0.75) / 1.5)
         by_tokens = ask(port, "series", run="=1+1", name="reward", by="tokens")["=1+1"]["reward"]
         assert by_tokens["x"] == [100, 200, 300]
-        assert request(port, "/api/csv?run=nobody")[0] == 404
-        assert request(port, f"/api/csv?{asked}&by=x")[0] == 400
         marks = ask(port, "diagnostics", run="=1+1", by="time")["=1+1"]
-        assert [(mark["step"], mark["x"]) for mark in marks] == [(2, 6), (None, None)]
+        assert [(mark["step"], mark["x"]) for mark in marks] == [(2, 6)]
 
 
-def test_the_band_of_seeds_is_their_mean_and_deviation(tmp_path):
+def test_the_band_of_seeds_is_their_mean_and_deviation(port):
     curves = [(np.array([1.0, 3.0]), np.array([0.0, 2.0])), (np.array([1.0, 2.0, 4.0]), np.array([2.0, np.nan, 5.0]))]
     x, mean, std = mean_and_spread(curves)
     assert x.tolist() == [1, 3, 4]
     assert mean == pytest.approx([1.0, 3.0, 5.0])  # the second curve is 4 at 3, the first ends there
     assert std == pytest.approx([1.0, 1.0, 0.0])
-    assert mean_and_spread([])[0].size == 0
-    for seed in (1, 2):
-        write_run(tmp_path / f"seed{seed}", {"seed": seed}, num_steps=2)
-    with serving(tmp_path) as port:
-        ask(port, "runs")
-        band = ask(port, "band", run=["seed1", "seed2"], name=["reward", "none"])
+    band = ask(port, "band", run=["alpha", '"><img src=x onerror=alert(3)>'], name=["reward", "none"])
     assert list(band) == ["reward"]
-    assert band["reward"] == {"x": [1, 2], "y": [0.1, 0.2], "low": [0.1, 0.2], "high": [0.1, 0.2], "num_runs": 2}
+    assert (band["reward"]["num_runs"], band["reward"]["low"][:2]) == (2, [0.1, 0.2])
 
 
-def test_smoothing_is_a_mean_that_favours_what_is_near():
+def test_curves_are_smoothed_by_what_is_near_and_thinned_to_their_extremes():
     y = np.array([1.0, np.nan, 4.0, 2.0])
     weights = 0.5 ** np.arange(3)[::-1]
     assert smoothed(y, 0.5)[3] == pytest.approx((weights @ [1.0, 4.0, 2.0]) / weights.sum())
     assert np.isnan(smoothed(y, 0.5)[1])
-    assert smoothed(y, 0.0) is y
-    with pytest.raises(ValueError, match=r"must be in \[0, 1\), got 1"):
-        smoothed(y, 1.0)
-
-
-def test_long_series_keep_their_extremes():
     x = np.arange(10_000.0)
     y = np.sin(x / 300)
     y[1234], y[7777], y[5000:5100] = 9.0, -9.0, np.nan
@@ -245,23 +199,13 @@ def test_long_series_keep_their_extremes():
     assert thinned(x[:500], y[:500], 500)[1].tolist() == y[:500].tolist()
 
 
-def test_the_phases_of_steps_lie_on_a_time_axis(port, tmp_path):
-    found = ask(port, "timeline", run="alpha", num=2, last=4)
-    assert found["lanes"] == ["rollout", "reward", "train", "other"]
-    bars = [(bar["step"], bar["lane"], bar["start_s"], bar["end_s"]) for bar in found["bars"]]
-    rollouts = [(3, "rollout", 4.0, 5.2), (3, "other", 5.2, 6.0), (4, "rollout", 6.0, 7.1), (4, "other", 7.1, 8.0)]
-    assert [bar[:2] for bar in bars] == [bar[:2] for bar in rollouts]
-    assert np.array([bar[2:] for bar in bars]) == pytest.approx(np.array([bar[2:] for bar in rollouts]))
-    by_phase = {each["phase"]: each for each in found["shares"]}
-    assert by_phase["rollout"]["total_s"] == pytest.approx(6.9)
-    assert sum(each["share"] for each in found["shares"]) == pytest.approx(1.0)
+def test_the_phases_of_steps_lie_on_a_time_axis(tmp_path):
     run = RunFolder(tmp_path / "run")
     run.start({})
     times = {"rollout": 1.8, "reward": 0.2, "wait": 0.5, "train": 1.0}
     for step in (1.0, 2.0):
-        run.write_metrics(
-            {"step": step, "step_time": 2.0, **{f"time/{name}_s": value for name, value in times.items()}}
-        )
+        of_step = {f"time/{name}_s": value for name, value in times.items()}
+        run.write_metrics({"step": step, "step_time": 2.0, **of_step})
     with serving(run.path) as other:
         ask(other, "runs")
         found = ask(other, "timeline", run="run", num=1)
@@ -270,27 +214,6 @@ def test_the_phases_of_steps_lie_on_a_time_axis(port, tmp_path):
     assert spans["wait"] == (2.0, 2.5)
     assert spans["rollout"] == pytest.approx((0.7, 2.5))  # during the update before
     assert {each["phase"]: each["share"] for each in found["shares"]} == {"wait": 0.25, "train": 0.5, "other": 0.25}
-
-
-def test_compilation_is_a_phase_that_is_taken_from_those_that_took_longer(tmp_path):
-    run = RunFolder(tmp_path / "run")
-    run.start({})
-    for step in range(1, 6):
-        compiled = {1: 10.0, 3: 1.0}.get(step, 0.0)
-        extra = {1: (4.0, 6.0), 3: (0.0, 1.0)}.get(step, (0.0, 0.0))  # of the rollout and of the update
-        times = {"time/rollout_s": 1.0 + extra[0], "time/train_s": 2.0 + extra[1], "time/compile_s": compiled}
-        run.write_metrics({"step": float(step), "step_time": 3.5 + sum(extra), **times})
-    with serving(run.path) as port:
-        ask(port, "runs")
-        found = ask(port, "timeline", run="run", num=5)
-    assert found["lanes"] == ["compile", "rollout", "reward", "train", "other"]
-    spans = {(bar["step"], bar["lane"]): bar["end_s"] - bar["start_s"] for bar in found["bars"]}
-    assert {step: spans[step, "compile"] for step in (1, 3)} == pytest.approx({1: 10.0, 3: 1.0})
-    assert (2, "compile") not in spans
-    for step in range(1, 6):
-        assert (spans[step, "rollout"], spans[step, "train"], spans[step, "other"]) == pytest.approx((1.0, 2.0, 0.5))
-    shares = {each["phase"]: each["total_s"] for each in found["shares"]}
-    assert shares == pytest.approx({"compile": 11.0, "rollout": 5.0, "reward": 0.0, "train": 10.0, "other": 2.5})
 
 
 def test_distributions_cover_the_run_with_a_part_of_its_steps(port):
@@ -305,108 +228,49 @@ def test_distributions_cover_the_run_with_a_part_of_its_steps(port):
     assert length["quantiles"][6] == [None] * 3
     assert found["maps"]["entropy"]["quantiles"][0] == pytest.approx([1.25] * 3)
     assert spread_out(range(1, 1001), 5) == [1, 1000, 501, 251, 750]
-    assert sorted(spread_out((2, 4, 6), 120)) == [2, 4, 6]
-    assert heat_map([np.full(3, 0.5)])["quantiles"] == [[0.5] * 3]
-    assert heat_map([]) is None
     lists = pyarrow.array([[1.0, None, 3.0], [], None, [None], [5.0]], pyarrow.list_(pyarrow.float32()))
     assert row_means(lists).tolist() == pytest.approx([2.0, np.nan, np.nan, np.nan, 5.0], nan_ok=True)
-    assert row_means(lists.slice(3)).tolist() == pytest.approx([np.nan, 5.0], nan_ok=True)
 
 
 def test_the_overview_says_what_a_run_is_how_far_it_is_and_what_changed(tmp_path):
     run = RunFolder(tmp_path / "run")
     run.start({"max_steps": -1, "reward_weights": [0.5, 1.0], "learning_rate": 1e-3})
     facts = {"model": "m", "rewards": "a, b", "steps": "1,000, each on 8 completions", "devices": "1 x cpu"}
-    process = {
-        "started_at": "now",
-        "processor": "P",
-        "cores": 2,
-        "python": "3.11",
-        "versions": {"jax": "1"},
-        "run": facts,
-    }
-    (run.path / "run.json").write_text(json.dumps({"processes": [process]}))
+    early = {"started_at": "then", "step": 0, "settings": {"beta": 0.1, "output_dir": "a"}}
+    late = {"started_at": "now", "step": 7, "settings": {"beta": 0.25, "output_dir": "b"}, "commit": "0", "run": facts}
+    late |= {"processor": "P", "cores": 2, "python": "3.11", "versions": {"jax": "1"}, "mesh": {"dp": 2, "tp": 1}}
+    (run.path / "run.json").write_text(json.dumps({"processes": [early, late]}))
     (run.path / "command.json").write_text(json.dumps({"model": "m", "reward_funcs": ["a", "b"]}))
-    for step in (10, 20):
-        compiled = {"time/compile_s": 20.0 if step == 10 else 0.0}
-        times = {"step_time": 30.0 if step == 10 else 2.0, **compiled}
-        run.write_metrics({"step": float(step), "reward": step / 10, "num_tokens": 7.0 * step, **times})
+    for step, step_s, compile_s in ((10, 30.0, 20.0), (20, 2.0, 0.0)):
+        metrics = {"reward": step / 10, "num_tokens": 7.0 * step, "step_time": step_s, "time/compile_s": compile_s}
+        run.write_metrics({"step": float(step), **metrics})
     with serving(run.path) as port:
         ask(port, "runs")
         found = ask(port, "overview", run="run")
         progress = {"step": 20, "num_steps": 1000, "elapsed_s": 320, "remaining_s": 1960, "tokens": 140}
-        assert found["progress"] == {**progress, "started_at": "now"}
+        assert found["progress"] == {**progress, "started_at": "then"}
         assert found["facts"]["rewards"] == "a × 0.5, b × 1"
         assert found["facts"]["command"].startswith("groupax train --model m --reward_funcs a b")
-        assert "--learning_rate 0.001" in found["facts"]["command"]
+        assert (found["facts"]["commit"], found["facts"]["continued"]) == ("0", "now")
+        assert found["facts"]["changed settings"] == "after step 7: beta 0.1 → 0.25"
         [change] = found["changes"]
         assert (change["before"]["value"], change["after"]["value"], change["set"]) == (1.0, 2.0, "training prompts")
-        pair = {
-            "before": 0.25,
-            "after": 0.75,
-            "difference": {"value": 0.5, "low": 0.25, "high": 0.625},
-            "p_value": 0.01,
-        }
+        found = ask(port, "config")["run"]
+        assert found["defaults"] == {"learning_rate": 1e-6, "reward_weights": None}
+        hardware = {"devices": "1 x cpu", "mesh": "dp 2", "processor": "P, 2 cores", "commit": "0"}
+        assert found["machine"] == {**hardware, "Python": "3.11", "jax": "1"}
+        difference = {"value": 0.5, "low": 0.25, "high": 0.625}
+        pair = {"before": 0.25, "after": 0.75, "difference": difference, "p_value": 0.01}
         estimates = {"before": {"pass@1": {"value": 0.25, "low": 0.125, "high": 0.5}}, "after": {}}
         result = {"sets": {"eval": {**estimates, "comparison": {"differences": {"pass@1": pair}}}}}
         (run.path / "result.json").write_text(json.dumps(result))
         [change] = ask(port, "overview", run="run")["changes"]
         assert change["before"] == {"value": 0.25, "low": 0.125, "high": 0.5}
         assert change["after"] == {"value": 0.75, "low": None, "high": None}
-        row = ask(port, "table")["run"]
-        assert (row["last"], row["best"], row["num_steps"]) == (2.0, 2.0, 1000)
-        assert row["held_out"]["difference"]["low"] == 0.25
-        early = {"started_at": "then", "step": 0, "settings": {"beta": 0.1, "output_dir": "a"}}
-        late = {**process, "step": 7, "settings": {"beta": 0.25, "output_dir": "b"}, "commit": "0"}
-        late["mesh"] = {"dp": 2, "tp": 1}
-        (run.path / "run.json").write_text(json.dumps({"processes": [early, late]}))
-        found = ask(port, "overview", run="run")
-        assert (found["facts"]["commit"], found["facts"]["continued"]) == ("0", "now")
-        assert found["facts"]["changed settings"] == "after step 7: beta 0.1 → 0.25"
-        assert found["progress"]["started_at"] == "then"
-        found = ask(port, "config")["run"]
-        assert found["defaults"] == {"learning_rate": 1e-6, "reward_weights": None}
-        hardware = {"devices": "1 x cpu", "mesh": "dp 2", "processor": "P, 2 cores", "commit": "0"}
-        assert found["machine"] == {**hardware, "Python": "3.11", "jax": "1"}
+        assert ask(port, "table")["run"]["held_out"]["difference"]["low"] == 0.25
         for name in ("run.json", "result.json", "command.json"):
             (run.path / name).write_text('{"processes": [7], "sets": 3, "recipe": []}')
         assert ask(port, "overview", run="run")["facts"]["folder"] == str(run.path)
-
-
-def test_the_best_and_the_worst_completion_of_the_last_step(tmp_path):
-    run = write_run(tmp_path / "run", {}, num_steps=2)
-    with serving(run.path) as port:
-        ask(port, "runs")
-        found = ask(port, "extremes", run="run")
-        assert {which: (each["prompt_index"], each["sample_index"]) for which, each in found.items()} == {
-            "best": (1, 0),
-            "worst": (2, 0),
-        }
-        assert found["best"]["text"] == "answer 0 of step 2"
-        assert (found["best"]["step"], found["best"]["total"], found["worst"]["total"]) == (2, 1.0, 0.0)
-        assert found["worst"]["text"] == LONG[:1200]
-        run.write_rollouts(3, [replace(a_rollout(3, 0, 0), rewards={"right": None})])
-        assert ask(port, "extremes", run="run") == {}
-    assert ask_of_empty(tmp_path / "empty", "extremes") == {}
-
-
-def ask_of_empty(folder, route):
-    """The answer about a run that has only begun."""
-    RunFolder(folder).start({})
-    with serving(folder) as port:
-        ask(port, "runs")
-        return ask(port, route, run=folder.name)
-
-
-def test_every_diagnostic_has_a_severity():
-    source = inspect.getsource(diagnostics)
-    names = set(re.findall(r'(?:found\["|^ {8}")(\w+)"(?:\] = |: f")', source, re.MULTILINE))
-    assert {"rewards_equal", "all_truncated", "learning_rate_zero"} <= names <= set(SEVERITIES)
-    assert [severity_of(name) for name in ("reward f", "tracker_wandb_late", "of the future")] == [
-        "error",
-        "note",
-        "warning",
-    ]
 
 
 def test_metrics_are_read_while_they_are_written(tmp_path):
@@ -416,37 +280,27 @@ def test_metrics_are_read_while_they_are_written(tmp_path):
     assert run.state()["status"] == "waiting"
     path.write_bytes(b'{"step": 1, "reward": 0.5}\n{"step": 2, "rew')
     run.refresh()
+    assert run.state()["status"] == "live"
     assert run.series("reward")[1].tolist() == [0.5]
     with path.open("ab") as file:
-        file.write(
-            b'ard": NaN}\nno json\n[1]\n{"step": "x", "reward": 1}\n\xff\xfe\n{"step": 3, "reward": 1e999, "t": "x"}\n'
-        )
+        file.write(b'ard": NaN}\nno json\n[1]\n{"step": "x", "reward": 1}\n\xff\xfe\n')
+        file.write(b'{"step": 3, "reward": 1e999, "t": "x"}\n')
     run.refresh()
     steps, values = run.series("reward")
     assert steps.tolist() == [1, 2, 3]
     assert values[0] == 0.5
     assert np.isnan(values[1:]).all()
     assert run.state()["num_bad_lines"] == 4
+    os.utime(path, (time.time() - 3600,) * 2)
+    assert run.state()["status"] == "quiet"
+    (tmp_path / "model").mkdir()
+    assert run.state()["status"] == "done"
     partial = tmp_path / "again"
     partial.write_text('{"step": 1, "reward": 0.25}\n')
     partial.rename(path)  # as a run that goes on from an earlier step does
     run.refresh()
     assert run.series("reward")[1].tolist() == [0.25]
     assert run.generation == 1
-    path.unlink()
-    run.refresh()
-    assert run.series("reward")[1].tolist() == []
-
-
-def test_a_run_is_live_quiet_or_done(tmp_path):
-    run = write_run(tmp_path / "run", {}, num_steps=1)
-    seen = Run(run.path)
-    seen.refresh()
-    assert seen.state()["status"] == "live"
-    os.utime(run.path / "metrics.jsonl", (time.time() - 3600,) * 2)
-    assert seen.state()["status"] == "quiet"
-    (run.path / "model").mkdir()
-    assert seen.state()["status"] == "done"
 
 
 def test_endless_lines_are_left_out(tmp_path, monkeypatch):
@@ -457,195 +311,82 @@ def test_endless_lines_are_left_out(tmp_path, monkeypatch):
     assert tail.num_bad_lines == 1
 
 
-def test_groups_of_a_step_and_what_is_told_of_them(port):
-    assert ask(port, "steps", run="alpha") == [1, 2, 3, 4, 5, 6, 7]
-    found = ask(port, "step", run="alpha", step=3)
-    equal, odd, hostile = found["groups"]
-    assert found["num_rows"] == 3 * G
-    assert [group["zero_variance"] for group in found["groups"]] == [True, False, False]
-    assert [group["disagree"] for group in found["groups"]] == [False, True, False]
-    assert equal["num_truncated"] == 1
-    assert equal["mean_tokens"] == 4.5
-    assert equal["lengths"] == [3, 4, 5, 6]
-    assert [group["highest"] for group in found["groups"]] == pytest.approx([0.5, 2.0, 0.75])
-    assert odd["preview"] == "prompt 1 of step 3"
-    assert odd["totals"] == pytest.approx([n / G + 2 * (1 - n / G) for n in range(G)])  # reward_weights are 1 and 2
-    assert hostile["preview"] == HOSTILE
-    assert found["matching"] is None
-    assert ask(port, "step", run="alpha", step=3, q="PROMPT 1")["matching"] == [1]
-    assert ask(port, "step", run="alpha", step=3, q="answer 2 of")["matching"] == [0, 1]
-    assert ask(port, "step", run="alpha", step=3, q="nowhere")["matching"] == []
-
-
-def test_a_group_with_its_completions(port):
-    found = ask(port, "group", run="alpha", step=3, prompt=1)
-    assert found["messages"] == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "prompt 1 of step 3"},
-    ]
-    row = found["rows"][3]
-    assert row["text"] == "answer 3 of step 3"
-    assert row["rewards"] == {"right": 0.75, "<b>brief</b>": 0.25}
-    assert (row["total"], row["advantage"], row["finish_reason"], row["num_tokens"]) == (1.25, 1.5, "length", 6)
-    assert row["extra"] == {"note": HOSTILE}
-    assert next(iter(found["channels"])) == "policy_logps"
-    assert found["channels"]["entropies"]["kind"] == "entropy"
-    assert found["channels"]["ratio trainer / policy"]["kind"] == "ratio"
-
-
 def test_tokens_with_their_numbers(port):
-    found = ask(port, "tokens", run="alpha", step=3, prompt=1, channel="ratio trainer / policy")
-    assert found["rows"]["1"]["values"] == pytest.approx([np.exp(0.25)] * 4, abs=1e-4)
-    assert found["rows"]["0"]["values"] == [None] * 3  # the step did not train on it
-    entropies = ask(port, "tokens", run="alpha", step=3, prompt=1, channel="entropies")["rows"]
-    assert entropies["3"]["values"] == pytest.approx(np.linspace(2, 0.5, 6), abs=1e-4)
-    one = ask(port, "tokens", run="alpha", step=3, prompt=1, channel="policy_logps", sample=2)
-    assert list(one["rows"]) == ["2"]
-    assert one["rows"]["2"]["texts"] == ["⟨0⟩", "⟨1⟩", "⟨2⟩", "⟨3⟩", "⟨4⟩"]
+    def tokens(channel, **more):
+        return ask(port, "tokens", run="alpha", step=3, prompt=1, channel=channel, **more)
+
+    ratios = tokens("ratio trainer / policy")["rows"]
+    assert ratios["1"]["values"] == pytest.approx([np.exp(0.25)] * 4, abs=1e-4)
+    assert ratios["0"]["values"] == [None] * 3  # the step did not train on it
+    assert tokens("entropies")["rows"]["3"]["values"] == pytest.approx(np.linspace(2, 0.5, 6), abs=1e-4)
+    one = tokens("policy_logps", sample=2)
+    assert {sample: row["texts"] for sample, row in one["rows"].items()} == {"2": ["⟨0⟩", "⟨1⟩", "⟨2⟩", "⟨3⟩", "⟨4⟩"]}
     assert "no tokenizer/tokenizer.json" in one["fault"]
-    pushes = ask(port, "tokens", run="alpha", step=3, prompt=1, channel="advantage x ratio")["rows"]
+    pushes = tokens("advantage x ratio")["rows"]
     assert pushes["3"]["values"] == pytest.approx([1.5 * np.exp(0.25)] * 6, abs=1e-4)
-    assert pushes["1"]["values"] == pytest.approx([-0.5 * np.exp(0.25)] * 4, abs=1e-4)
-    assert "has no 'x' per token" in ask(port, "tokens", 404, run="alpha", step=3, prompt=1, channel="x")["error"]
 
 
-def test_clipped_tokens_are_not_pushed(folder):
-    path = folder / "alpha" / "rollouts" / "step_000003.parquet"
-    pushes = token_values(path, 1, "advantage x ratio", bounds=LossBounds(0.8, 1.2))  # the ratio is 1.284
-    assert pushes[3]["values"] == [0.0] * 6
-    assert pushes[3]["dropped"] == ["clipped"] * 6
-    assert pushes[1]["values"] == pytest.approx([-0.5 * np.exp(0.25)] * 4, abs=1e-4)
-    assert pushes[1]["dropped"] == [None] * 4
-    assert pushes[0]["values"] == pytest.approx([np.nan] * 3, nan_ok=True)
-    assert token_values(path, 1, "advantage x ratio", bounds=LossBounds(delta=1.25))[1]["dropped"] == ["clipped"] * 4
-    masked = token_values(path, 1, "advantage x ratio", bounds=LossBounds(masked_ends={"length"}))
-    assert (masked[3]["values"], masked[3]["dropped"]) == ([0.0] * 6, ["masked"] * 6)
-    assert masked[2]["dropped"] == [None] * 5
-    assert "dropped" not in token_values(path, 1, "policy_logps")[3]
-
-
-def test_tokens_are_pushed_by_the_advantage_of_their_turn():
-    turns = json.dumps([{"start": 0, "end": 2}, {"start": 3, "end": 4}])
-    record = {"advantage": 9.0, "turn_advantages": [1.0, -2.0], "turns": turns}
-    values, dropped = pushes(np.array([0.5, 1.5, 1.0, 0.5]), record, LossBounds(0.8, 1.2))
-    assert values == pytest.approx([0.5, 0.0, np.nan, 0.0], nan_ok=True)
-    assert dropped == [None, "clipped", None, "clipped"]
-    for turns in ("[]", "no json", None, '[{"start": 0}, {}]'):
-        values, dropped = pushes(np.ones(4), {**record, "turns": turns}, LossBounds())
-        assert np.isnan(values).all()
-        assert dropped == [None] * 4
-
-
-def test_the_loss_of_a_run_says_which_tokens_are_not_pushed(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"mask_truncated_completions": True}, {1: {None}, 3: {"masked"}}),
+        ({"mask_truncated_completions": ["max_turns"]}, {1: {None}, 3: {"clipped"}}),
+        ({"importance_sampling_level": "sequence"}, {1: {None}, 3: {None}}),
+        ({"delta": 1.25}, {1: {"clipped"}, 3: {"clipped"}}),
+    ],
+)
+def test_the_loss_of_a_run_says_which_tokens_are_not_pushed(tmp_path, change, expected):
     settings = {"loss_type": "grpo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None}
-    for name, change, expected in (
-        ("masking", {"mask_truncated_completions": True}, {1: {None}, 3: {"masked"}}),
-        ("masking_ends", {"mask_truncated_completions": ["max_turns"]}, {1: {None}, 3: {"clipped"}}),
-        ("sequences", {"importance_sampling_level": "sequence"}, {1: {None}, 3: {None}}),
-        ("delta", {"delta": 1.25}, {1: {"clipped"}, 3: {"clipped"}}),
-    ):
-        write_run(tmp_path / name, {**settings, "mask_truncated_completions": False, "delta": None, **change}, 1)
-        with serving(tmp_path / name) as port:
-            ask(port, "runs")
-            rows = ask(port, "tokens", run=name, step=1, prompt=1, channel="advantage x ratio")["rows"]
-            assert {sample: set(rows[str(sample)]["dropped"]) for sample in (1, 3)} == expected
+    run = write_run(tmp_path / "run", {**settings, "mask_truncated_completions": False, "delta": None, **change}, 1)
+    with serving(run.path) as port:
+        ask(port, "runs")
+        rows = ask(port, "tokens", run="run", step=1, prompt=1, channel="advantage x ratio")["rows"]
+    assert {sample: set(rows[str(sample)]["dropped"]) for sample in (1, 3)} == expected
 
 
-def test_why_a_step_is_what_it_is(folder, port, tmp_path):
+def test_why_a_step_is_what_it_is(port, tmp_path):
     found = ask(port, "why", run="alpha", step=3)
     assert found["facts"]["reward"] == pytest.approx({"value": 0.3, "before": 0.15})
     assert [each["name"] for each in found["findings"]] == ["kl_runaway"]
     assert not found["is_exact"]
-    rows = found["rows"]
-    assert len(rows) == found["num_rows"] == 9  # one of four rows was not trained on
-    assert sum(row["estimate"] for row in rows) == pytest.approx(1.0)
-    row = next(row for row in rows if (row["prompt_index"], row["sample_index"]) == (1, 2))
-    logps = np.linspace(-2, -0.5, 5)
+    assert len(found["rows"]) == 9  # one of four rows was not trained on
+    assert sum(row["estimate"] for row in found["rows"]) == pytest.approx(1.0)
+    row = next(row for row in found["rows"] if (row["prompt_index"], row["sample_index"]) == (1, 2))
     sizes = {}
     for sample in (1, 2, 3):
         ratio, p = np.exp(0.25), np.exp(np.linspace(-2, -0.5, 3 + sample) + 0.25)
         sizes[sample] = np.sqrt(np.sum(np.square((sample - 1.5) * ratio * (1 - p))))
     assert row["estimate"] == pytest.approx(sizes[2] / (3 * sum(sizes.values())), rel=1e-4)
-    assert found["tokens"][0]["ratio"] == pytest.approx(np.exp(0.25), rel=1e-4)
-    assert found["tokens"][0]["token"] == 0
-    assert found["tokens"][0]["logp"] == pytest.approx(logps[0] + 0.25)
-    assert found["commands"]["why"] == f"groupax replay {folder / 'alpha'} --step 3 --why"
+    assert (found["tokens"][0]["token"], found["tokens"][0]["logp"]) == (0, pytest.approx(-1.75))
     run = write_run(tmp_path / "it's", {"loss_type": "grpo", "importance_sampling_level": "token", "epsilon": 0.2}, 2)
     shares = [(0, 1, 0.7, 2.0), (1, 1, -0.1, 0.5), (2, 1, 0.4, 1.0), (2, 2, None, None)]
     names = ("prompt_index", "sample_index", "share", "norm")
     (run.path / "why").mkdir()
     content = {"step": 2, "rows": [dict(zip(names, each, strict=True)) for each in shares]}
     (run.path / "why" / "step_000002.json").write_text(json.dumps(content))
-    (run.path / "why" / "step_000001.json").write_text('{"rows": [{}]}')
     with serving(tmp_path) as other:
         found = ask(other, "why", run="it's", step=2)
         assert found["is_exact"]
         assert [row.get("share") for row in found["rows"][:4]] == [None, 0.7, 0.4, -0.1]
-        assert found["rows"][1]["preview"] == "answer 1 of step 2"
         assert "'\"'\"'" in found["commands"]["replay"]
-        assert not ask(other, "why", run="it's", step=1)["is_exact"]
         (run.path / "rollouts" / "step_000002.parquet").unlink()
         found = ask(other, "why", run="it's", step=2)
         assert found["fault"] == "The completions of this step were not kept."
         assert found["rows"][1] == dict(zip(names, shares[0], strict=True))
-        ask(other, "why", 404, run="it's", step=9)
 
 
 def test_texts_of_tokens_join_to_the_text(tmp_path):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     text = "a 🙂ü <b>\n"
-    ids = tokenizer.encode(text).ids
-    texts = TokenTexts(tmp_path)
+    ids, texts = tokenizer.encode(text).ids, TokenTexts(tmp_path)
     assert len(texts.pieces(ids)) == len(ids) == len(text.encode())
     assert "".join(texts.pieces(ids)) == text
     assert texts.pieces([ids[0], -1]) == ["a", "⟨-1⟩"]
     assert texts.pieces(ids[2:4]) == ["", "\ufffd"]  # cut within a character
-    (tmp_path / "tokenizer.json").write_text("{")
-    assert "cannot be read" in TokenTexts(tmp_path).fault
-
-
-def test_long_texts_are_cut_until_they_are_asked_for(port):
-    row = ask(port, "group", run="alpha", step=2, prompt=2)["rows"][0]
-    assert row["is_cut"]
-    assert len(row["text"]) == 20_000
-    assert row["num_bytes"] == len(LONG.encode())
-    assert ask(port, "text", run="alpha", step=2, prompt=2, sample=0) == {"text": LONG}
-    assert ask(port, "text", run="alpha", step=2, prompt=2) == {"text": HOSTILE}
-
-
-def test_long_prompts_and_every_turn_of_a_conversation(tmp_path):
-    turns = [("system", "Be brief. " * 93), ("user", "früher"), ("assistant", "x" * 50_000), ("user", "And 2+2?")]
-    prompts = ["a" * 50_000, [{"role": role, "content": content} for role, content in turns]]
-    rows = [replace(a_rollout(1, n, 0), example={"prompt": prompt}) for n, prompt in enumerate(prompts)]
-    run = RunFolder(tmp_path / "run")
-    run.start({})
-    run.write_rollouts(1, rows)
-    with serving(run.path) as port:
-        ask(port, "runs")
-        plain, conversation = (ask(port, "group", run="run", step=1, prompt=n) for n in range(2))
-        assert (plain["is_cut"], len(plain["prompt"]), plain["num_bytes"]) == (True, 20_000, 50_000)
-        assert len(ask(port, "text", run="run", step=1, prompt=0)["text"]) == 50_000
-        assert [(turn["role"], turn["content"]) for turn in conversation["messages"]] == turns
-        assert [group["preview"] for group in ask(port, "step", run="run", step=1)["groups"]] == ["a" * 320, "And 2+2?"]
-        for text in ("be brief", "FRÜHER", "2+2"):
-            assert ask(port, "step", run="run", step=1, q=text)["matching"] == [1]
-        indexed(port, "run", 1)
-        texts = {each["text"] for each in ask(port, "prompts", run="run")["prompts"]}
-        assert texts == {"a" * 160, "And 2+2?"}
-
-
-def indexed(port, run, num_steps):
-    """Wait until the index of prompts has so many steps."""
-    end_s = time.monotonic() + 60
-    while ask(port, "prompts", run=run)["progress"]["num_done"] < num_steps:
-        assert time.monotonic() < end_s, "the index is not made"
-        time.sleep(0.02)
 
 
 def test_a_small_file_that_repeats_a_long_text_stays_small(tmp_path):
@@ -669,39 +410,18 @@ def test_a_small_file_that_repeats_a_long_text_stays_small(tmp_path):
 
 
 def test_bytes_that_are_no_text_are_shown(tmp_path):
-    import pyarrow as pa
-
     write_run(tmp_path / "run", {}, num_steps=1)
     (tmp_path / "run" / "config.json").write_bytes(b'{"name": "\xff\xfe"}')
     table = rollout_table(1, [a_rollout(1, 0, 0)], {})
-    bad = pa.array([b"ab\xff\xc3"], pa.binary()).cast(pa.string(), safe=False)
-    write_table(
-        tmp_path / "run" / "rollouts" / "step_000001.parquet",
-        table.set_column(table.column_names.index("completion"), "completion", bad),
-    )
+    bad = pyarrow.array([b"ab\xff\xc3"], pyarrow.binary()).cast(pyarrow.string(), safe=False)
+    changed = table.set_column(table.column_names.index("completion"), "completion", bad)
+    write_table(tmp_path / "run" / "rollouts" / "step_000001.parquet", changed)
     with serving(tmp_path / "run") as port:
         ask(port, "runs")
         assert ask(port, "group", run="run", step=1, prompt=0)["rows"][0]["text"] == "ab\ufffd\ufffd"
-        assert ask(port, "step", run="run", step=1, q="AB")["matching"] == [0]
         assert ask(port, "config")["run"]["config"] == {"name": "\ufffd\ufffd"}
         (tmp_path / "run" / "config.json").write_text("[1]")
         assert "must be a JSON object" in ask(port, "config")["run"]["fault"]
-        assert ask(port, "group", run="run", step=1, prompt=0)["rows"][0]["total"] == 0.5
-
-
-def test_search_goes_through_all_steps_backwards(port):
-    hits, num_searched, rest = [], 0, {}
-    while rest is not None:  # an answer ends after a moment
-        found = ask(port, "search", run="alpha", q="Answer 1 OF step", **rest)
-        hits, num_searched, rest = hits + found["hits"], num_searched + found["num_searched"], found["next"]
-    assert num_searched == 7  # one is damaged
-    places = [(hit["step"], hit["prompt_index"]) for hit in hits]
-    assert places == [(step, prompt) for step in range(6, 0, -1) for prompt in (0, 1)]
-    assert hits[0]["excerpt"] == "answer 1 of step 6"
-    assert hits[0]["advantage"] == -0.5
-    earlier = ask(port, "search", run="alpha", q="answer 1 of step", before=2)
-    assert [hit["step"] for hit in earlier["hits"]] == [1, 1]
-    assert "q is empty" in ask(port, "search", 400, run="alpha")["error"]
 
 
 def found_in(port, **conditions):
@@ -713,67 +433,14 @@ def found_in(port, **conditions):
     return [(hit["step"], hit["prompt_index"], hit["sample_index"]) for hit in hits]
 
 
-def test_a_search_combines_expressions_and_ranges(port):
-    assert found_in(port, q=r"answer [02] of step [12]$", regex="1", max_length=4) == [
-        *((2, 0, 0), (2, 1, 0)),
-        *((1, 0, 0), (1, 1, 0)),
-    ]
+@pytest.mark.parametrize(("name", "value"), [("MAX_HITS", 5), ("BUDGET_S", -1.0)])
+def test_a_search_combines_expressions_and_ranges_and_may_pause(port, monkeypatch, name, value):
+    monkeypatch.setattr(f"groupax.view.search.{name}", value)
+    found = found_in(port, q=r"answer [02] of step [12]$", regex="1", max_length=4)
+    assert found == [(2, 0, 0), (2, 1, 0), (1, 0, 0), (1, 1, 0)]
     assert found_in(port, q="step 4", end="truncated", max_reward=1.3, min_advantage=1) == [(4, 0, 3), (4, 1, 3)]
     assert found_in(port, min_reward=2) == [(step, 1, 0) for step in range(6, 0, -1)]
-    assert len(found_in(port, end="complete")) == 6 * 3 * (G - 1)
-    for conditions, fault in (
-        ({"q": "(", "regex": "1"}, "'(' is not a regular expression"),
-        ({"q": "a" * 1001, "regex": "1"}, "more than 1000 characters"),
-        ({"end": "x"}, "end='x' is none of truncated, complete"),
-        ({"min_reward": "x"}, "min_reward='x' is not a number"),
-    ):
-        assert fault in ask(port, "search", 400, run="alpha", **conditions)["error"]
-
-
-def test_a_search_pauses_within_a_step_that_has_many_hits(port, monkeypatch):
-    monkeypatch.setattr("groupax.view.search.MAX_HITS", 5)
-    found = ask(port, "search", run="alpha", q="answer")
-    assert (len(found["hits"]), found["next"], found["num_searched"]) == (5, {"before": 7, "first": 5}, 1)
-    assert len(found_in(port, q="answer")) == len(set(found_in(port, q="answer"))) == 6 * 2 * G
-    monkeypatch.setattr("groupax.view.search.BUDGET_S", -1.0)
-    assert ask(port, "search", run="alpha", q="answer")["next"] == {"before": 7, "first": 0}  # 7 is damaged
-    assert len(found_in(port, q="answer")) == 6 * 2 * G
-
-
-def test_long_logs_are_read_a_part_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("groupax.view.runs.LINES_AT_ONCE", 2)
-    write_run(tmp_path / "run", {}, num_steps=6)
-    run = Run(tmp_path / "run")
-    assert [run.refresh(seconds=-1.0) for _ in range(3)] == [False] * 3
-    assert run.series("reward")[0].tolist() == [1, 2, 3, 4, 5, 6]
-    assert run.refresh(seconds=-1.0)
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"reward": None},
-        {"reward": 1},
-        {"late": 2.5},
-        {"note": "null", "is_good": True, "inner": {"reward": 5}},
-        {"reward": "text"},
-        {"step": None},
-        {"reward": float("nan")},
-    ],
-)
-def test_blocks_of_lines_are_read_like_single_lines(tmp_path, monkeypatch, odd):
-    lines = [{"step": step, "reward": step / 7, "kl": -1e-12, "tokens": 10**12 + step} for step in range(1, 40)]
-    lines.insert(20, {**lines[19], **odd})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr("groupax.view.runs.BLOCK_BYTES", 1000)
-    found = []
-    for small_bytes in (0, 10**9):
-        monkeypatch.setattr("groupax.view.runs.SMALL_BYTES", small_bytes)
-        (run := Run(tmp_path)).refresh()
-        state = {name: value for name, value in run.state().items() if name != "age_s"}
-        found.append((state, {name: [each.tolist() for each in run.series(name)] for name in run.metric_names()}))
-    np.testing.assert_equal(*found)
-    assert len(found[0][1]["kl"][0]) >= 39
+    assert len(set(found_in(port, end="complete"))) == len(found_in(port, end="complete")) == 6 * 3 * (G - 1)
 
 
 def test_an_expression_that_could_be_tried_for_ages_ends(tmp_path):
@@ -786,129 +453,15 @@ def test_an_expression_that_could_be_tried_for_ages_ends(tmp_path):
         assert hit["excerpt"] == "ü" + "a" * 319
 
 
-def test_hits_are_exported_with_their_full_texts(port):
+def test_hits_are_newest_first_and_exported_with_their_full_texts(port):
+    hit = ask(port, "search", run="alpha", q="Answer 1 OF step")["hits"][0]
+    assert (hit["step"], hit["excerpt"], hit["advantage"]) == (6, "answer 1 of step 6", -0.5)
     status, headers, body = request(port, f"/api/export?{urlencode({'run': 'alpha', 'max_length': 3, 'q': HOSTILE})}")
-    assert status == 200
-    assert headers["content-disposition"] == 'attachment; filename="rollouts.jsonl"'
+    assert (status, headers["content-disposition"]) == (200, 'attachment; filename="rollouts.jsonl"')
     rows = [json.loads(line) for line in body.splitlines()]
-    assert [(row["step"], row["prompt"], row["completion"]) for row in rows] == [
-        (n, HOSTILE, LONG) for n in range(6, 0, -1)
-    ]
-    assert (rows[0]["reward"], rows[0]["rewards"], rows[0]["num_tokens"]) == (
-        0.0,
-        {"right": 0.0, "<b>brief</b>": None},
-        3,
-    )
-    one_step = urlencode({"run": "alpha", "min_step": 4, "max_step": 4})
-    _, headers, body = request(port, f"/api/export?{one_step}")
-    assert headers["content-disposition"] == 'attachment; filename="step_4.jsonl"'
-    rows = [json.loads(line) for line in body.splitlines()]
-    assert [(row["step"], row["prompt_index"], row["sample_index"]) for row in rows] == [
-        (4, prompt, sample) for prompt in range(3) for sample in range(G)
-    ]
-    assert request(port, "/api/export?run=nobody&q=a")[0] == 404
-    assert b"q is empty" in request(port, "/api/export?run=alpha")[2]
-
-
-def test_evaluations_are_estimated_and_compared_item_by_item(tmp_path):
-    run = write_run(tmp_path / "run", {}, num_steps=1)
-
-    def items(solved):
-        made = [
-            Completion(f"{HOSTILE} {each}", 5, "stop", {"right": float(each)}, float(each), each) for each in solved
-        ]
-        return [Item(f"k{n}", n, f"question {n}", {"answer": n}, [each]) for n, each in enumerate(made)]
-
-    run.write_items("before.eval", items([True, False, False, False]))
-    run.write_items("step_000010.eval", items([True, True, False, False]))
-    run.write_items("after.eval", items([False, True, True, False]))
-    run.write_items("after.other", items([True])[:1])
-    (run.path / "evaluations" / "step_000020.eval.jsonl").write_text("{}\n")
-    with serving(run.path) as port:
-        ask(port, "runs")
-        rows = ask(port, "estimates", run="run")
-        names = ["before.eval", "step_000010.eval", "step_000020.eval", "after.eval", "after.other"]
-        assert [row["name"] for row in rows] == names
-        assert [row["estimates"].get("pass@1", {}).get("value") for row in rows] == [0.25, 0.5, None, 0.5, 1.0]
-        assert rows[0]["estimates"]["pass@1"]["low"] < 0.25 < rows[0]["estimates"]["pass@1"]["high"]
-        assert "is not an item of an evaluation" in rows[2]["fault"]
-        question = {"run": "run", "name": "after.eval", "before": "before.eval"}
-        found = ask(port, "differences", **question)
-        assert found["counts"] == {"lost": 1, "gained": 2, "same": 1}
-        assert [(each["kind"], each["after"]["prompt"]) for each in found["items"]] == [
-            *(("lost", "question 0"), ("gained", "question 1"), ("gained", "question 2"), ("same", "question 3"))
-        ]
-        assert found["differences"]["pass@1"]["difference"]["value"] == 0.25
-        assert found["items"][0]["before"]["completions"][0]["text"] == f"{HOSTILE} True"
-        other = ask(port, "differences", run="run", name="before.eval", before="step_000010.eval", before_run="run")
-        assert other["counts"] == {"lost": 1, "gained": 0, "same": 3}
-        assert "no run 'nobody'" in ask(port, "differences", 404, **question, before_run="nobody")["error"]
-        part = ask(port, "differences", **question, show="gained", q="question 2")
-        assert (part["num_shown"], part["items"][0]["after"]["columns"]) == (1, {"answer": "2"})
-        assert "none of lost, gained" in ask(port, "differences", 400, **question, show="x")["error"]
-        assert "no evaluation ''" in ask(port, "differences", 404, run="run", name="after.eval")["error"]
-
-
-def test_one_prompt_is_followed_over_the_steps(port):
-    indexed(port, "alpha", 7)
-    found = ask(port, "prompts", run="alpha")
-    assert found["progress"] == {"num_done": 7, "num_steps": 7, "num_unreadable": 1, "is_full": False}
-    assert {(each["text"], each["count"]) for each in found["prompts"]} >= {("What is 1+1?", 6), (HOSTILE, 6)}
-    orders = ("unsolved", "gained", "lost")
-    first = {order: ask(port, "prompts", run="alpha", order=order)["prompts"][0] for order in orders}
-    assert first["unsolved"]["best"] == 0.5
-    assert first["unsolved"]["text"] == "What is 1+1?"
-    assert all(each["best"] is not None for each in first.values())
-    assert "order='x' is none of frequent" in ask(port, "prompts", 400, run="alpha", order="x")["error"]
-    [only] = ask(port, "prompts", run="alpha", q="1+1")["prompts"]
-    history = ask(port, "prompt", run="alpha", key=only["key"])
-    assert history["step"] == [1, 2, 3, 4, 5, 6]
-    assert history["mean"] == history["low"] == history["high"] == [0.5] * 6
-    assert history["truncated"] == [1] * 6
-    assert ask(port, "group", run="alpha", step=1, prompt=0)["key"] == only["key"]
-    assert ask(port, "prompt", run="alpha", key="00")["step"] == []
-
-
-def test_a_run_begun_again_in_an_emptied_folder_is_indexed_anew(tmp_path):
-    write_run(tmp_path / "runs" / "one", {}, num_steps=2)
-    with serving(tmp_path / "runs") as port:
-        ask(port, "runs")
-        indexed(port, "one", 2)
-        shutil.rmtree(tmp_path / "runs" / "one")
-        ask(port, "runs")
-        run = RunFolder(tmp_path / "runs" / "one")
-        run.start({})
-        run.write_rollouts(1, [replace(a_rollout(1, 0, 0), example={"prompt": "a new one"})])
-        assert list(ask(port, "runs")) == ["one"]
-        indexed(port, "one", 1)
-        found = ask(port, "prompts", run="one")
-        assert found["progress"]["num_steps"] == 1
-        assert [each["text"] for each in found["prompts"]] == ["a new one"]
-
-
-def test_totals_follow_the_weights(folder):
-    cache, path = StepCache(), folder / "alpha" / "rollouts" / "step_000001.parquet"
-    for weights in ([1.0, 2.0], [1.0, 4.0], None):
-        own, others = weights or (1.0, 1.0)
-        totals = cache.read(path, weights).total[G : 2 * G]
-        assert totals == pytest.approx([own * n / G + others * (1 - n / G) for n in range(G)])
-
-
-def test_settings_findings_and_evaluations(port, folder):
-    settings = ask(port, "config")
-    assert settings["alpha"]["config"]["beta"] == 0.0
-    assert settings['"><img src=x onerror=alert(3)>']["config"][HOSTILE] == HOSTILE
-    [diagnostic] = ask(port, "diagnostics")["alpha"]
-    assert diagnostic == {"step": 3, "name": "kl_runaway", "text": f"KL runs away {HOSTILE}", "severity": "error"}
-    assert list(ask(port, "diagnostics", run="alpha")) == ["alpha"]
-    assert ask(port, "evaluations", run="alpha") == {"alpha": ["step_000005.eval"]}
-    assert ask(port, "evaluations") == {'"><img src=x onerror=alert(3)>': [], "alpha": ["step_000005.eval"]}
-    page = ask(port, "items", run="alpha", name="step_000005.eval", first=50)
-    assert [item["prompt"] for item in page["items"]] == [f"question {n}" for n in range(50, 60)]
-    assert page["items"][0]["completions"][0]["text"] == HOSTILE
-    wrong = ask(port, "items", run="alpha", name="step_000005.eval", show="unsolved", q="question 3")
-    assert [item["prompt"] for item in wrong["items"]] == [f"question {n}" for n in (3, 30, 33, 36, 39)]
-    assert "none of all, solved" in ask(port, "items", 400, run="alpha", name="step_000005.eval", show="x")["error"]
+    found = [(row["step"], row["prompt"], row["completion"]) for row in rows]
+    assert found == [(step, HOSTILE, LONG) for step in range(6, 0, -1)]
+    assert rows[0]["rewards"] == {"right": 0.0, "<b>brief</b>": None}
 
 
 @pytest.mark.parametrize(
@@ -917,9 +470,13 @@ def test_settings_findings_and_evaluations(port, folder):
         ("step", {"run": "alpha", "step": 99}, 404, "step 99 has no rollout log"),
         ("step", {"run": "alpha", "step": 7}, 400, "step_000007.parquet cannot be read"),
         ("step", {"run": "alpha", "step": "9" * 5000}, 400, "not a non-negative integer"),
-        ("step", {"run": "alpha", "step": "../../x"}, 400, "not a non-negative integer"),
         ("step", {"run": "nobody", "step": 1}, 404, "there is no run 'nobody'"),
-        ("step", {"run": "../alpha", "step": 1}, 404, "there is no run"),
+        ("series", {"run": "alpha", "name": "reward", "by": "x"}, 400, "x"),
+        ("search", {"run": "alpha"}, 400, "q is empty"),
+        ("search", {"run": "alpha", "q": "(", "regex": "1"}, 400, "'(' is not a regular expression"),
+        ("search", {"run": "alpha", "end": "x"}, 400, "end='x' is none of truncated, complete"),
+        ("tokens", {"run": "alpha", "step": 3, "prompt": 1, "channel": "x"}, 404, "has no 'x' per token"),
+        ("differences", {"run": "alpha", "name": "step_000005.eval"}, 404, "no evaluation ''"),
         ("group", {"run": "alpha", "step": 1, "prompt": 50}, 404, "no prompt 50; it has 3"),
         ("text", {"run": "alpha", "step": 1, "prompt": 0, "sample": 50}, 404, "no sample 50; it has 4"),
         ("series", {"run": "alpha", "name": "reward", "smooth": "2"}, 400, "must be in [0, 1)"),
@@ -991,33 +548,22 @@ def test_a_token_opens_the_page(folder):
         assert request(port, "/api/runs", Authorization="Bearer right", Origin="http://evil.example")[0] == 403
 
 
-def test_what_only_this_machine_reaches_is_known():
-    assert [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1")] == [True] * 3
-    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "127.0.0.1.evil.example", "")] == [False] * 5
-
-
-@pytest.mark.parametrize("command", [["view", "."], ["serve", "--model", "nowhere"]], ids=lambda words: words[0])
-def test_ports_that_are_none_are_told(command, capsys):
-    for port in ("70000", "-1"):
-        assert main([*command, f"--port={port}"]) == 2
-        assert f"cannot listen on 127.0.0.1, port {port}" in capsys.readouterr().err
-
-
 def test_the_command_tells_its_address_and_needs_a_token_elsewhere(folder, monkeypatch, capsys):
     monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: sockets[0].close())
-    assert main(["view", str(folder), "--port", "0"]) == 0
-    assert re.search(r"http://127.0.0.1:\d+/  ", capsys.readouterr().out)
-    assert main(["view", str(folder), "--port", "0", "--host", "0.0.0.0"]) == 0
-    assert re.search(r":\d+/\?token=[\w-]{43} ", capsys.readouterr().out)
-    assert main(["view", str(folder), "--port", "0", "--token"]) == 0
-    assert "?token=" in capsys.readouterr().out
+    view = ["view", str(folder), "--port", "0"]
+    for more, address in (([], r"1:\d+/  "), (["--host", "0.0.0.0"], r"/\?token=[\w-]{43} "), (["--token"], "token=")):
+        assert main([*view, *more]) == 0
+        assert re.search(f"http://.*{address}", capsys.readouterr().out)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["view", str(folder), "--port", str(taken.getsockname()[1])]) == 2
     assert "choose another --host or --port" in capsys.readouterr().err
-    assert main(["view", str(folder / "none")]) == 2
-    assert "is not a folder; pass the output_dir of a run" in capsys.readouterr().err
-    assert main(["view"]) == 2
-    assert "no run folder is given" in capsys.readouterr().err
+    for words, told in (
+        ([str(folder / "none")], "is not a folder; pass the output_dir"),
+        ([], "no run folder is given"),
+        ([str(folder), "--port=70000"], "cannot listen on 127.0.0.1, port 70000"),
+    ):
+        assert main(["view", *words]) == 2
+        assert told in capsys.readouterr().err
 
 
 def test_the_page_asks_this_server_alone(port):
@@ -1040,9 +586,6 @@ def test_the_chart_library_is_the_one_that_was_vendored():
     for name, digest in recorded["sha256"].items():
         assert sha256((STATIC / "vendor" / name).read_bytes()).hexdigest() == digest
     assert recorded["version"] in (STATIC / "vendor" / "uPlot.iife.min.js").read_text()[:200]
-
-
-# -- groups of a step
 
 
 def a_step(prompt_index, rewards):
@@ -1078,36 +621,21 @@ def test_groups_are_summed_up_as_each_would_be_alone():
             assert each["preview"] == f"prompt {each['prompt_index']}"
 
 
-def test_groups_without_rewards_and_steps_without_rows():
+def test_a_group_may_have_all_of_a_large_step_and_no_rewards():
+    num_rows = 100_000  # pairs of these would take 80 GB
+    [each] = group_summaries(a_step(np.zeros(num_rows, int), {"a": np.arange(num_rows), "b": -np.arange(num_rows)}))
+    assert each["disagree"]
     [each] = group_summaries(a_step([0, 0], {}))
     assert np.isnan(each["mean"])
-    assert np.isnan(each["std"])
-    assert not each["zero_variance"]
-    assert not each["disagree"]
     assert group_summaries(a_step([], {})) == []
 
 
-def test_one_group_may_have_all_of_a_large_step():
-    num_rows = 100_000  # pairs of these would take 80 GB
-    [each] = group_summaries(a_step(np.zeros(num_rows, int), {"a": np.arange(num_rows), "b": -np.arange(num_rows)}))
-    assert each["size"] == num_rows
-    assert each["disagree"]
-
-
-def make_pipe(path):
-    os.mkfifo(path)
-
-
-def make_endless(path):
-    path.symlink_to("/dev/zero")
-
-
 def make_huge(path):
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
+    path.touch()
+    os.truncate(path, 1 << 40)
 
 
-@pytest.mark.parametrize("make", [make_pipe, make_endless, make_huge])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), make_huge])
 @pytest.mark.parametrize(
     "name",
     [
@@ -1120,16 +648,16 @@ def test_files_of_a_strangers_run_are_read_only_if_they_are_files_of_a_usual_siz
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     make(path)
+    if make is make_huge and path.suffix == ".jsonl":
+        return  # read line by line
     run = Run(tmp_path)
-    if not (make is make_huge and name == "diagnostics.jsonl"):  # which is read line by line
-        assert run.refresh(1.0)
+    assert run.refresh(1.0)
+    assert read_run(tmp_path).metrics
     for read in (
-        run.config, run.command, lambda: run.record("run.json"), lambda: run.record("result.json"), run.state,
-        lambda: read_step(run.rollout_file(1)), lambda: item_page(tmp_path / "evaluations/a.jsonl", 0, "all", ""),
-        lambda: exact_shares(tmp_path, 1), lambda: check_unlocked(tmp_path),
-    ):  # fmt: skip
-        if not (make is make_huge and name.startswith("evaluations")):
-            with suppress(ValueError):
-                read()
-    if make is not make_huge or "jsonl" not in name:
-        assert read_run(tmp_path).metrics
+        *(run.config, run.command, run.state, partial(check_unlocked, tmp_path), partial(exact_shares, tmp_path, 1)),
+        *(partial(run.record, "run.json"), partial(run.record, "result.json")),
+        lambda: read_step(run.rollout_file(1)),
+        partial(item_page, tmp_path / "evaluations/a.jsonl", 0, "all", ""),
+    ):
+        with suppress(ValueError):
+            read()

@@ -1,6 +1,7 @@
 """Images of prompts in `groupax view`: beside their group, served as PNG files of the run folder and nothing else."""
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,30 +11,19 @@ from starlette.testclient import TestClient
 from groupax.data.images import image_name
 from groupax.models.vision.placement import make_image
 from groupax.runs.folder import RunFolder
-from groupax.types import PromptImages, Rollout
+from groupax.types import PromptImages
 from groupax.view.app import make_app
 from groupax.view.runs import Runs
+
+from .test_view import a_rollout
 
 
 def rollout(prompt_index, sample_index, image):
     parts = [{"type": "image", "image": image}, {"type": "text", "text": "How many?"}]
     patches = make_image(np.zeros((1, 4, 3)), (2, 2))
-    zeros = np.zeros(2, np.float32)
-    return Rollout(
-        prompt_index=prompt_index,
-        sample_index=sample_index,
-        example={"prompt": [{"role": "user", "content": parts}]},
-        prompt_ids=np.arange(4, dtype=np.int32),
-        completion_ids=np.arange(2, dtype=np.int32),
-        policy_logps=zeros,
-        sampler_logps=zeros,
-        finish_reason="stop",
-        policy_version=0,
-        text="two",
-        rewards={"right": 1.0},
-        advantage=0.0,
-        images=PromptImages((patches,), (1,), np.array([-1, 0, -1, -1], np.int32)),
-    )
+    images = PromptImages((patches,), (1,), np.array([-1, 0, -1, -1], np.int32))
+    example = {"prompt": [{"role": "user", "content": parts}]}
+    return replace(a_rollout(1, prompt_index, sample_index), example=example, images=images)
 
 
 @pytest.fixture
@@ -69,21 +59,12 @@ def test_only_png_files_of_the_folder_of_images_are_served(page):
 
     known = image_name(images[0])
     (folder / "images" / "secret.png").write_bytes((folder / known).read_bytes())
-    for name in (
-        "",
-        "config.json",
-        "images/secret.png",
-        "images/../config.json",
-        f"/{known}",
-        f"images/{'0' * 64}.png",
-    ):
-        assert status(name) == 404
-    (folder / known).write_bytes(b"<svg onload=alert(1)>")
-    assert status(known) == 400
+    others = ("", "config.json", "images/secret.png", "images/../config.json", f"/{known}", f"images/{'0' * 64}.png")
+    assert [status(name) for name in others] == [404] * len(others)
+    huge = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + (60_000).to_bytes(4, "big") * 2
+    for content in (b"<svg onload=alert(1)>", huge):
+        (folder / known).write_bytes(content)
+        assert status(known) == 400
     (folder / known).unlink()
     (folder / known).symlink_to(folder / "config.json")
-    assert status(known) == 400
-    (folder / known).unlink()
-    header = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + (60_000).to_bytes(4, "big") * 2
-    (folder / known).write_bytes(header)
     assert status(known) == 400

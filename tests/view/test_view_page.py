@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlencode
@@ -24,6 +24,9 @@ from tests.data.test_config_and_data import a_tokenizer
 from .test_view import HOSTILE, LONG, a_rollout, serving, write_run
 from .test_view_episodes import write_episodes
 
+webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium")
+Keys = webdriver.Keys
+WebDriverException = pytest.importorskip("selenium.common.exceptions").WebDriverException
 # One worker for all of them: the run that goes on, its server and the browser are shared.
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.xdist_group("page")]
 
@@ -47,88 +50,71 @@ FRAMED = """const [address, done] = arguments, frame = document.createElement('i
 frame.onload = () => { try { done(frame.contentDocument?.title ?? 'closed') } catch (error) { done('closed') } };
 frame.src = address;
 document.body.append(frame);"""
-GROUND = "return getComputedStyle(document.documentElement).backgroundColor"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """A folder with a run that goes on, one that is over, and one with hostile content."""
     home = tmp_path_factory.mktemp("page")
-    save_model(
-        init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}), home / "model", a_tokenizer(eos_token="<eos>")
-    )
+    model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1})
+    save_model(model, home / "model", a_tokenizer(eos_token="<eos>"))
     (home / "data.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("ab", "cd", "abc", "d")))
     (home / "rewards_of_a.py").write_text(REWARDS)
     write_run(home / "runs" / "earlier", {"beta": 0.25, "max_steps": 6})
     (home / "runs" / "earlier" / "model").mkdir()
     write_run(home / "runs" / HOSTILE_NAME, {"beta": 0.5, HOSTILE: HOSTILE})
-    flags = "--prompts_per_step 4 --num_generations 4 --max_completion_length 8 --max_steps 100000 --progress_bar none"
-    command = f"train --model {home}/model --dataset data.jsonl --output_dir runs/training {flags}".split()
-    rewards = ["--reward_funcs", "rewards_of_a:many_a", "rewards_of_a:few_a"]
+    command = "-m groupax train --model model --dataset data.jsonl --output_dir runs/training --prompts_per_step 4"
+    command += " --num_generations 4 --max_completion_length 8 --max_steps 100000 --progress_bar none"
+    command += " --reward_funcs rewards_of_a:many_a rewards_of_a:few_a"
     environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     with (home / "log").open("w") as log:
-        training = subprocess.Popen(
-            [sys.executable, "-m", "groupax", *command, *rewards], cwd=home, stdout=log, stderr=log, env=environment
-        )
-    try:
-        yield home / "runs"
-    finally:
-        if training.poll() not in (None, 0):
-            print((home / "log").read_text())
-        training.kill()
-        training.wait()
+        words = [sys.executable, *command.split()]
+        training = subprocess.Popen(words, cwd=home, stdout=log, stderr=log, env=environment)
+    yield home / "runs"
+    if training.poll() not in (None, 0):
+        print((home / "log").read_text())
+    training.kill()
+    training.wait()
 
 
 @pytest.fixture(scope="module")
 def address(runs):
     """Of a `groupax view` in a process of its own."""
     command = [sys.executable, "-m", "groupax", "view", str(runs), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
-        try:
-            assert serving.stdout is not None
-            told = serving.stdout.readline()
-            yield told.split()[2].rstrip("/")
-        finally:
-            serving.terminate()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as view:
+        yield view.stdout.readline().split()[2].rstrip("/")
+        view.terminate()
 
 
 @pytest.fixture(scope="module")
 def browser():
     """Chromium that can reach this machine alone."""
-    selenium = pytest.importorskip("selenium.webdriver", reason="no selenium")
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     driver = shutil.which("chromedriver")
     if program is None or driver is None:
         pytest.skip("no chromium with chromedriver (Debian: apt-get install chromium chromium-driver)")
-    options = selenium.ChromeOptions()
+    options = webdriver.ChromeOptions()
     options.binary_location = program
-    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1000"):
+    flags = "--headless=new --no-sandbox --disable-dev-shm-usage --disable-background-networking"
+    for flag in [*flags.split(), "--window-size=1400,1000", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]:
         options.add_argument(flag)
-    options.add_argument("--disable-background-networking")
-    options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    chromium = selenium.Chrome(options=options, service=selenium.ChromeService(driver))
+    chromium = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
     yield chromium
     chromium.quit()
 
 
 def until(check, seconds=240.0, told=str):
-    """The first true answer of a check that looks again and again; what it looks at may come, go and move meanwhile.
+    """The first true answer of a check that looks again and again, since what it looks at comes, goes and moves.
 
     `told()` says more if it does not come.
     """
-    from selenium.common.exceptions import WebDriverException
-
     end_s = time.monotonic() + seconds
     while True:
-        why = None
-        try:
+        with suppress(WebDriverException):
             if found := check():
                 return found
-        except WebDriverException as error:
-            why = error
-        if time.monotonic() > end_s:
-            raise AssertionError(f"this did not come. {told()}") from why
+        assert time.monotonic() < end_s, f"this did not come. {told()}"
         time.sleep(0.1)
 
 
@@ -184,8 +170,6 @@ class Reader:
 
     def last_point(self, title):
         """The last step that a curve shows, read with the keyboard."""
-        from selenium.webdriver.common.keys import Keys
-
         if not self.all(f'[data-title="{title}"] canvas'):
             return 0  # there, the key would scroll the page to its end, where the curve is out of sight
         self.keys(f'[data-title="{title}"] .canvas', Keys.END)
@@ -237,8 +221,6 @@ def reading(browser, folder):
 
 
 def test_groups_are_opened_filtered_and_searched(page):
-    from selenium.webdriver.common.keys import Keys
-
     page.open("rollouts?run=earlier&step=3&sort=order")
     until(lambda: len(page.all(".groups li")) == 3)
     page.press(Keys.ARROW_DOWN)
@@ -251,12 +233,16 @@ def test_groups_are_opened_filtered_and_searched(page):
     until(lambda: "right\n0\n<b>brief</b>\n1\n" in page.text(".card:first-child"))
     until(lambda: "truncated" in page.text(".card:last-child"))
     page.choose("channel", "ratio trainer / policy")
-    until(lambda: "token 1: “⟨0⟩” · id 0 · ratio trainer / policy" in hovered(page))
     page.keys(".card:last-child pre[tabindex]", Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     until(lambda: page.text(".token-reading") == "token 2: “⟨1⟩” · id 1 · ratio trainer / policy 1.284")
     page.press(Keys.ARROW_RIGHT)
     until(lambda: "prompt 1 of step 4" in page.text(".turns"))
-    until(lambda: page.value("input[name=step]") == "4")
+    page.click(".stepper button[aria-pressed]")
+    until(lambda: page.text(".why h2") == "What the update of step 4 was made of")
+    assert "--step 4 --why" in page.text(".why .commands")
+    page.click(".why .rows button")
+    until(lambda: page.all(".card"))
+    page.open("rollouts?run=earlier&step=4&sort=order")
     for kept, badge in (("zero", "no variance"), ("disagree", "disagree"), ("truncated", "truncated")):
         page.choose("filter", kept)
         until(lambda badge=badge: all(badge in group.text for group in page.all(".groups li")))
@@ -272,12 +258,8 @@ def test_groups_are_opened_filtered_and_searched(page):
     page.write("answer 1 of step 2")
     page.browser.switch_to.active_element.send_keys(Keys.SHIFT, Keys.ENTER)
     until(lambda: "Search complete" in page.text(".found"))
-    assert "q=answer+1+of+step+2" in page.run("return document.querySelector('.found .joined a').href")
-    page.click("input[name='regex']")
-    until(lambda: "2 completions" in page.text(".found [role=status]"))
     page.choose("hits-order", "longest")
-    lengths = until(lambda: len(page.all(".hits li")) == 2 and page.texts(".hits .facts"))
-    assert lengths == ["A -0.5 · 4 tokens", "A -0.5 · 4 tokens"]
+    until(lambda: page.texts(".hits .facts") == ["A -0.5 · 4 tokens", "A -0.5 · 4 tokens"])
     page.click('.found select[name="end"] option[value="truncated"]')
     until(lambda: "No completion matches." in page.text(".found"))
     page.click('.found select[name="end"] option[value="complete"]')
@@ -286,35 +268,7 @@ def test_groups_are_opened_filtered_and_searched(page):
     until(lambda: "step 2 · 4 completions" in page.text(".prompt header"))
 
 
-def test_the_list_is_filtered_by_reward_and_length(page):
-    from selenium.webdriver.common.keys import Keys
-
-    page.open("rollouts?run=earlier&step=3&sort=highest")
-    until(lambda: page.texts(".groups b") == ["1", "2", "0"])
-    assert page.texts(".strip output") == ["0 to 1", "3 to 6"]
-    assert page.text(".prompt h2") == "Prompt 1"
-    page.keys('input[name="reward-at-least"]', Keys.END)
-    until(lambda: "1 of 3 groups" in page.text(".list .summary"))
-    assert page.texts(".groups b") == ["1"]
-    page.keys('input[name="reward-at-least"]', Keys.HOME)
-    page.keys('input[name="reward-at-most"]', Keys.HOME)
-    until(lambda: page.texts(".groups b") == ["2"])
-    assert page.value('input[name="reward-at-most"]', "ariaValueText") == "0"
-    page.keys('input[name="tokens-at-least"]', Keys.END)
-    until(lambda: page.texts(".strip output") == ["0 to 0", "6 to 6"])
-    until(lambda: "No matching group" in page.text(".detail"))  # no completion is in both ranges
-    page.keys('input[name="tokens-at-least"]', Keys.HOME)
-    until(lambda: page.texts(".groups b") == ["2"])
-    page.press(Keys.ARROW_RIGHT)  # the range stays
-    until(lambda: page.text(".prompt header small").startswith("step 4"))
-    assert page.texts(".groups b") == ["2"]
-    page.press(Keys.ESCAPE)
-    until(lambda: "3 groups, 12 completions" in page.text(".list .summary"))
-
-
 def test_completions_are_pinned_copied_and_linked_to(page):
-    from selenium.webdriver.common.keys import Keys
-
     copied = "window.copied = []; navigator.clipboard.writeText = async (text) => { window.copied.push(text) }"
     page.open("rollouts?run=earlier&step=3&prompt=1&sample=2")
     current = ".card[aria-current] .facts"
@@ -323,31 +277,18 @@ def test_completions_are_pinned_copied_and_linked_to(page):
     page.choose("channel", "")
     until(lambda: not page.all(".tok") and page.text(current).endswith("#2"))
     page.run(copied)
-    page.press("j")
-    until(lambda: page.text(current).endswith("#3"))
     page.press("j", "k", "k")
     until(lambda: page.text(current).endswith("#1"))
     page.press("c", "p")
     until(lambda: page.text(".told") == "Link to completion 1 copied")
-    text, link = page.run("return window.copied")
-    assert text == "answer 1 of step 3"
-    assert link == f"{page.address}/#/rollouts?run=earlier&step=3&prompt=1&sample=1"
-    page.run("navigator.clipboard.writeText = async () => { throw new Error() }")
-    page.press("c")
-    until(lambda: page.text(".told") == "The browser does not let this page write to the clipboard")
+    place = f"{page.address}/#/rollouts?run=earlier&step=3&prompt=1&sample=1"
+    assert page.run("return window.copied") == ["answer 1 of step 3", place]
     pins = '[aria-label="Pin completion {}"]'
     page.click(pins.format(1))
     until(lambda: "Completion 1 is pinned" in page.text(".pinned"))
     page.keys(pins.format(3), Keys.ENTER)
     until(lambda: page.text(".pinned h3") == "From completion 1 (1) to 3 (1)")
     assert (page.texts(".pinned del"), page.texts(".pinned ins")) == (["1"], ["3"])
-    page.click(pins.format(0))
-    until(lambda: page.text(".pinned h3") == "From completion 3 (1) to 0 (1)")
-    assert page.value(pins.format(1), "ariaPressed") == "false"
-    page.choose("order", "best")
-    until(lambda: page.value(pins.format(3), "ariaPressed") == "true")
-    page.click(pins.format(3))
-    until(lambda: "Completion 0 is pinned" in page.text(".pinned"))
     page.press(Keys.ARROW_UP)
     until(lambda: page.text(".prompt h2") != "Prompt 1")
     assert page.text(".pinned") == ""
@@ -356,7 +297,6 @@ def test_completions_are_pinned_copied_and_linked_to(page):
 def test_a_diagnostic_leads_to_what_it_asks_to_read(browser, tmp_path):
     run = write_run(tmp_path / "run", {}, num_steps=3)
     run.write_diagnostic(3, "reward_hacking", "read the completions with the highest reward")
-    run.write_diagnostic(3, "length_explosion", "look at the longest ones")
     library = '  File "/usr/lib/python3.11/json/decoder.py", line 337, in decode\n    obj, end = self.raw_decode(s)\n'
     own = '  File "/home/me/rewards.py", line 4, in right\n    return json.loads(text)\n           ^^^^^^\n'
     error = "json.decoder.JSONDecodeError: Expecting value"
@@ -371,29 +311,6 @@ def test_a_diagnostic_leads_to_what_it_asks_to_read(browser, tmp_path):
         until(lambda: page.text(".prompt h2") == "Prompt 1")
         until(lambda: page.all(".card[aria-current]"))
         assert page.text(".card[aria-current] .total") == "1"
-        page.open("diagnostics")
-        page.click('.diagnostics a[href*="sort=longest"]')
-        until(lambda: page.text(".card[aria-current] .facts") == "6 tokens · #3")
-
-
-def test_clipped_tokens_are_hatched_and_say_why(browser, tmp_path):
-    settings = {"loss_type": "grpo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None}
-    run = write_run(tmp_path / "run", {**settings, "mask_truncated_completions": True, "delta": None}, num_steps=1)
-    with reading(browser, run.path) as page:
-        page.open("rollouts?run=run&step=1&prompt=0")
-        until(lambda: page.all(".card .tok"))
-        page.choose("channel", "advantage x ratio")
-        until(lambda: len(page.all(".dropped.tok")) == 5 + 6)
-        assert "clipped or masked: 0" in page.text(".scale")
-        titles = page.run("return [...document.querySelectorAll('.dropped.tok')].map((each) => each.title)")
-        assert {title: titles.count(title) for title in titles} == {
-            "clipped by the loss, so that its push is 0": 5,
-            "masked in the loss, so that its push is 0": 6,
-        }
-        page.run(
-            "arguments[0].dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))", page.all(".dropped.tok")[0]
-        )
-        assert page.text(".token-reading").endswith("push is 0")
 
 
 def test_an_evaluation_is_compared_with_that_of_another_run(browser, tmp_path):
@@ -405,10 +322,10 @@ def test_an_evaluation_is_compared_with_that_of_another_run(browser, tmp_path):
     other = write_run(tmp_path / HOSTILE_NAME, {}, num_steps=1)
     other.write_items("after.eval", items([False, True, True]))
     other.write_items("after.elsewhere", items([True]))
+    (other.path / "evaluations" / "step_000020.eval.jsonl").write_text("{}\n")
     with reading(browser, tmp_path) as page:
         page.open("evaluations?run=one")
         until(lambda: page.text(".summary") == "1 to 3 of 3 items")
-        assert page.texts('select[name="before"] option') == ["none", f"after.eval of {HOSTILE_NAME}"]
         page.click('select[name="before"] optgroup option')
         until(lambda: f"1 item better than in {HOSTILE_NAME}, 2 worse, 0 the same" in page.text(".summary"))
         assert page.texts(".estimates thead th")[-4:-2] == [f"{HOSTILE_NAME}, after.eval", "one, after.eval"]
@@ -420,65 +337,6 @@ def test_an_evaluation_is_compared_with_that_of_another_run(browser, tmp_path):
         page.browser.refresh()
         until(lambda: "2 worse" in page.text(".summary"))
         assert not page.all("main script, main img")
-        page.click('select[name="before"] option[value="0"]')
-        until(lambda: page.text(".summary") == "1 to 3 of 3 items")
-        browser.set_window_size(390, 800)  # a phone
-        until(lambda: page.run("return innerWidth") < 520)
-        assert page.run("return document.documentElement.scrollWidth <= innerWidth")
-        browser.set_window_size(1400, 1000)
-
-
-def test_a_button_tells_why_a_step_is_what_it_is(page):
-    page.open("rollouts?run=earlier&step=3")
-    until(lambda: page.all(".card"))
-    page.click(".stepper button[aria-pressed]")
-    until(lambda: page.text(".why h2") == "What the update of step 3 was made of")
-    assert "an estimate" in page.text(".why")
-    assert "--step 3 --why" in page.text(".why .commands")
-    page.click(".why .rows button")
-    until(lambda: page.all(".card"))
-    assert page.value(".stepper button[aria-pressed]", "ariaPressed") == "false"
-
-
-def test_a_search_of_all_steps_stays_when_the_list_comes_later(page):
-    from selenium.webdriver.common.keys import Keys
-
-    page.open("rollouts?run=earlier&step=4")
-    until(lambda: len(page.all(".groups li")) == 3)
-    page.run(HOLD, "/step?")
-    page.write("answer 2 of step 4")
-    until(lambda: page.run("return window.release !== undefined"))
-    page.keys('main input[name="search"]', Keys.SHIFT, Keys.ENTER)
-    until(lambda: "Search complete" in page.text(".found"))
-    page.release()
-    until(lambda: "2 of 3 groups" in page.text(".list .summary"))
-    assert "Search complete" in page.text(".found")
-    page.run("window.slow = '/group?'")
-    page.click(".groups li:last-child")
-    until(lambda: page.run("return window.release !== undefined"))
-    page.keys('main input[name="search"]', Keys.SHIFT, Keys.ENTER)
-    until(lambda: "Search complete" in page.text(".found"))
-    page.release()
-    assert "Search complete" in page.text(".found")
-
-
-def test_a_hit_in_the_group_that_was_open_opens_it_again(page):
-    from selenium.webdriver.common.keys import Keys
-
-    page.open("rollouts?run=earlier&step=2&prompt=1")
-    until(lambda: page.text(".prompt h2") == "Prompt 1")
-    page.write("answer 1 of step 2")
-    page.keys('main input[name="search"]', Keys.SHIFT, Keys.ENTER)
-    until(lambda: "Search complete" in page.text(".found"))
-    page.click('.found a[href$="run=earlier&step=2&prompt=1&sample=1"]')
-    until(lambda: page.text(".prompt h2") == "Prompt 1")
-    until(lambda: page.text(".card[aria-current] .facts").endswith("#1"))
-    assert page.value('main input[name="search"]') == ""
-
-
-def hovered(page):
-    page.run("document.querySelector('.tok').dispatchEvent(new MouseEvent('mouseover', { bubbles: true }))")
-    return page.text(".token-reading")
 
 
 def test_one_prompt_is_followed_over_steps(page):
@@ -500,19 +358,6 @@ def test_one_prompt_is_followed_over_steps(page):
     until(lambda: "What is 1+1?" in page.text("tbody"))
 
 
-def test_themes_switch_and_stay(page):
-    page.open("curves")
-    until(lambda: page.all(".chart canvas"))
-    ground = page.run(GROUND)
-    page.press("t")
-    other = until(lambda: (now := page.run(GROUND)) != ground and now)
-    page.browser.refresh()
-    until(lambda: page.all(".chart canvas"))
-    assert page.run(GROUND) == other
-    page.click("#theme")
-    until(lambda: page.run(GROUND) == ground)
-
-
 READY = {  # of each view what is there when it shows its data
     "overview": ".overview-facts dl",
     "runs": "table",
@@ -528,8 +373,6 @@ READY = {  # of each view what is there when it shows its data
 
 
 def test_everything_is_named_and_reached_with_the_keyboard(page):
-    from selenium.webdriver.common.keys import Keys
-
     page.open("curves")
     until(lambda: page.all(".chart canvas"))
     for number, (place, ready) in enumerate(READY.items(), 1):
@@ -542,11 +385,17 @@ def test_everything_is_named_and_reached_with_the_keyboard(page):
     until(lambda: "Shift+Enter" in page.text("dialog[open]"))
     page.press(Keys.ESCAPE)
     until(lambda: not page.all("dialog[open]"))
+    ground = "return getComputedStyle(document.documentElement).backgroundColor"
+    before = page.run(ground)
+    page.press("t")
+    other = until(lambda: (now := page.run(ground)) != before and now)
+    page.browser.refresh()
+    until(lambda: page.all("main h1, main h2"))
+    assert page.run(ground) == other, "the theme stays"
 
 
-AXE = """const done = arguments[0];
-const told = ({ id, nodes }) => `${id}: ${nodes.map((node) => node.html)}`;
-axe.run().then(({ violations }) => done(violations.map(told)));"""
+AXE = """axe.run().then(({ violations }) =>
+  arguments[0](violations.map(({ id, nodes }) => `${id}: ${nodes.map((node) => node.html)}`)));"""
 
 
 @pytest.mark.skipif("AXE_CORE" not in os.environ, reason="AXE_CORE is not the path of axe.min.js (npm pack axe-core)")
@@ -577,8 +426,6 @@ def test_axe_core_finds_no_violation(page, theme, width):
 
 
 def test_hostile_content_is_shown_as_text(page):
-    from selenium.webdriver.common.keys import Keys
-
     page.open(f"rollouts?{HOSTILE_RUN}&step=3&prompt=2")
     until(lambda: page.text(".prompt h2") == "Prompt 2")
     until(lambda: page.text(".prompt .text") == SHOWN_HOSTILE)
@@ -602,8 +449,6 @@ def test_hostile_content_is_shown_as_text(page):
 
 
 def test_an_episode_is_a_chat_in_which_nothing_is_markup(browser, tmp_path):
-    from selenium.webdriver.common.keys import Keys
-
     write_episodes(tmp_path / "run")
     with reading(browser, tmp_path / "run") as page:
         page.open("rollouts?run=run&step=1&prompt=0")
@@ -612,42 +457,27 @@ def test_an_episode_is_a_chat_in_which_nothing_is_markup(browser, tmp_path):
         page.choose("order", "sampled")
         card = ".card:first-child"
         until(lambda: len(page.all(f"{card} .call")) == 5 and not page.all(f"{card} .tok"))
-        assert page.texts(f"{card} .chat > li > b") == [
-            *("assistant · turn 1 +1.25 advantage 0.5", "assistant · turn 2 +0.25 advantage -0.5"),
-            *("assistant · turn 3 +0.25 advantage 0", "assistant · turn 4 0 advantage 1.5"),
-            *("user", "assistant · turn 5 +0.75 advantage 2"),
-        ]
+        turns = page.texts(f"{card} .chat > li > b")
+        assert turns[0] == "assistant · turn 1 +1.25 advantage 0.5"
+        assert turns[4:] == ["user", "assistant · turn 5 +0.75 advantage 2"]
         title = page.run(f"return document.querySelector('{card} .turn-reward').title")
         assert title == f"Reward of this turn\nShop 1\n{SHOWN_HOSTILE} 0.25"
         calls = page.texts(f"{card} .call header")
-        assert "look_up" in calls[0]
-        assert " ms" in calls[0]
         assert [("error" in told) for told in calls] == [False, False, True, True, False]
         assert page.texts(f"{card} .call-name")[3] == SHOWN_HOSTILE
         assert page.text(f"{card} .call .result .text") == SHOWN_HOSTILE
         assert SHOWN_HOSTILE in page.text(f"{card} .by-others")
-        assert "<script>alert(1)</script>" in page.text(f"{card} .arguments")
         assert "the environment ended it" in page.text(f"{card} header")
         long = f"{card} .call:nth-of-type(3) .result"
-        length = f"return document.querySelector('{long} .text').textContent.length"
-        assert page.run(length) == 400
         assert page.text(f"{long} button") == "Show all (4,200 characters)"
         page.click(f"{long} button")
-        until(lambda: page.run(length) == 4200)
+        until(lambda: page.run(f"return document.querySelector('{long} .text').textContent.length") == 4200)
         assert page.run(NAMELESS) == []
-        assert not page.all("main script, main img")
         page.choose("channel", "policy_logps")  # now by tokens; what the model read is another kind, and folded
         until(lambda: page.all(f"{card} .turn-text .tok"))
-        assert not page.all(f"{card} .turn-text > pre .outside")
         page.keys(f"{card} .between summary", Keys.ENTER)
         page.run("arguments[0].dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))", page.all(".outside")[0])
         assert page.text(".token-reading").endswith("not sampled by the model")
-        assert len(page.all(f"{card} .call")) == 5
-        assert page.run("return document.documentElement.scrollWidth <= innerWidth")
-        browser.set_window_size(390, 800)  # a phone
-        until(lambda: page.run("return innerWidth") < 500)
-        assert page.run("return document.documentElement.scrollWidth <= innerWidth")
-        browser.set_window_size(1400, 1000)
         page.open("evaluations?run=run")
         until(lambda: page.all(".item summary"))
         page.click(".item summary")
@@ -685,17 +515,14 @@ def test_pages_of_others_get_nothing(browser, address):
     browser.get_log("performance")
 
 
-def test_a_server_that_is_gone_is_told(page, runs):
-    """Also in a test of its own server: this one ends it."""
-    command = [sys.executable, "-m", "groupax", "view", str(Path(runs) / "earlier"), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
-        assert serving.stdout is not None
-        own = serving.stdout.readline().split()[2].rstrip("/")
-        page.browser.get(f"{own}/#/curves")
+def test_a_server_that_is_gone_is_told(browser, tmp_path):
+    run = write_run(tmp_path / "run", {}, num_steps=2)
+    with serving(run.path) as port:
+        page = a_reader(browser, f"http://127.0.0.1:{port}")
+        page.open("curves")
         until(lambda: page.all(".chart canvas"))
-        serving.terminate()
     until(lambda: page.text(".connection") == "no connection")
-    page.open("curves")
+    browser.get("about:blank")
     page.errors()
 
 
@@ -716,12 +543,8 @@ def test_a_run_that_is_begun_again_and_evaluated(browser, tmp_path):
             run.write_items(f"step_{step:06d}.eval", [item])
             run.write_metrics({"step": float(step), "reward": 0.5})
             until(lambda step=step: len(page.all('select[name="evaluation"] option')) == step - 2)
-        until(lambda: page.text(".summary") == "1 to 1 of 1 item")
-        until(lambda: page.value('select[name="evaluation"]') == "step_000003.eval")
         page.choose("evaluation", "step_000004.eval")
         until(lambda: "0 items became better, 0 worse, 1 did not change" in page.text(".summary"))
-        page.click(".item summary")
-        until(lambda: len(page.all(".item .card")) == 2)
 
 
 HOLD = """const { fetch } = window;
@@ -740,8 +563,7 @@ window.slow = arguments[0];"""
 def test_answers_that_come_too_late_are_left_out(browser, tmp_path):
     """And a long prompt is cut until all of it is asked for."""
     write_run(tmp_path / "none", {}, num_steps=0)
-    write_run(tmp_path / "some", {}, num_steps=1)
-    run = RunFolder(tmp_path / "some")
+    run = write_run(tmp_path / "some", {}, num_steps=1)
     run.write_rollouts(2, [replace(a_rollout(1, 0, 0), example={"prompt": "a" * 50_000})])
     with reading(browser, tmp_path) as page:
         page.open("settings")
@@ -758,45 +580,16 @@ def test_answers_that_come_too_late_are_left_out(browser, tmp_path):
         until(lambda: page.text(".prompt button").startswith("Show all (50 kB"))
         page.click(".prompt button")
         until(lambda: page.run("return document.querySelector('.prompt .text').textContent.length") == 50_000)
-
-
-def test_what_is_shown_stays_when_another_run_comes_and_changes_when_its_own_goes(browser, tmp_path):
-    from selenium.webdriver.common.keys import Keys
-
-    write_run(tmp_path / "some", {}, num_steps=3)
-    with reading(browser, tmp_path) as page:
-        page.open("rollouts?run=some")
-        until(lambda: page.all(".card .tok"))
-        page.run(HOLD, "/search?")
-        page.write("answer 1 of step 2")
+        page.run(HOLD, "/search?")  # another run comes meanwhile
+        page.write("aa")
         page.keys('main input[name="search"]', Keys.SHIFT, Keys.ENTER)
         until(lambda: page.run("return window.release !== undefined"))
-        write_run(tmp_path / "other", {"beta": 0.5}, num_steps=2)
+        write_run(tmp_path / "other", {"beta": 0.5}, num_steps=1)
         until(lambda: page.all('select[name="run"] option[value="other"]'))
         page.release()
         until(lambda: "Search complete" in page.text(".found"), seconds=20.0)
-        for place, css in (("curves", ".chart canvas"), ("settings", "tbody")):
-            page.open(place)
-            until(lambda css=css: page.all(css))
-            page.write("beta")
-            write_run(tmp_path / f"with_{place}", {"beta": 0.75}, num_steps=1)
-            until(lambda place=place: f"with_{place}" in page.text("#side"))
-            assert page.value('main input[name="search"]') == "beta"
-        until(lambda: "with_settings" in page.text("main thead"))
-        for place in ("rollouts", "prompts", "evaluations"):
-            page.open(f"{place}?run=some")
-            until(lambda: page.value('select[name="run"]') == "some")
-            (tmp_path / "some").rename(tmp_path / "gone")
-            until(lambda: page.value('select[name="run"]') == "gone")
-            (tmp_path / "gone").rename(tmp_path / "some")
-            until(lambda: page.value('select[name="run"]') == "some")
-            (tmp_path / "other").rename(tmp_path / "others")
-            until(lambda: page.all('select[name="run"] option[value="others"]'))
-            (tmp_path / "others").rename(tmp_path / "other")
-        page.open("rollouts?run=late")
-        until(lambda: page.all(".card .tok"))
-        write_run(tmp_path / "late", {}, num_steps=1)
-        until(lambda: page.value('select[name="run"]') == "late")
+        (tmp_path / "some").rename(tmp_path / "gone")
+        until(lambda: page.value('select[name="run"]') == "gone")
         assert [each for each in page.errors() if "404" not in each] == [], "of a run that went while it was asked for"
 
 
@@ -840,8 +633,6 @@ def test_two_runs_are_compared(page):
 
 
 def test_rollouts_of_a_run_that_goes_on(page):
-    from selenium.webdriver.common.keys import Keys
-
     page.open("rollouts?run=training")
     until(lambda: len(page.all(".groups li")) == 4)
     first = int(page.value("input[name=step]"))
@@ -882,8 +673,6 @@ def swept(browser, tmp_path):
 
 
 def test_the_page_opens_on_the_overview_of_the_run_that_wrote_last(swept):
-    from selenium.webdriver.common.keys import Keys
-
     swept.browser.get("about:blank")
     swept.browser.get(swept.address)
     until(lambda: swept.text(".run-title h2").endswith("-seed2"))
@@ -900,39 +689,10 @@ def test_the_page_opens_on_the_overview_of_the_run_that_wrote_last(swept):
     assert swept.value('select[name="run"]').endswith("-seed2"), "of the run that was shown before"
 
 
-def test_names_stay_different_where_they_are_short():
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("no node")
-    module = Path(__file__).parents[2] / "groupax" / "view" / "static" / "js" / "names.js"
-    sets = {
-        ("lr1-warmup100-model0.5B-seed1", "lr2-warmup100-model0.5B-seed2"): ["lr1-…-seed1", "lr2-…-seed2"],
-        ("baseline-s0", "baseline-s1", "lr-high"): ["baseline-s0", "baseline-s1", "lr-high"],
-        ("alphabet-betas", "betas-alphabet"): ["alphabet-betas", "betas-alphabet"],  # both would be an ellipsis
-        ("experiments/one-seed1", "experiments/one-seed2", "experiments/one-seed3", "other"): [
-            "…-seed1",
-            "…-seed2",
-            "…-seed3",
-            "other",
-        ],
-        ("alone-without-others",): ["alone-without-others"],
-        (): [],
-    }
-    script = f"""import {{ shortNames }} from {json.dumps(module.as_uri())};
-    console.log(JSON.stringify({json.dumps(list(sets))}.map((names) => [...shortNames(names).values()])))"""
-    told = subprocess.run(
-        [node, "--input-type=module", "-e", script], capture_output=True, text=True, check=True
-    ).stdout
-    assert json.loads(told) == list(sets.values())
-
-
 def test_many_lines_have_a_legend_of_what_they_have_in_common(swept):
-    from selenium.webdriver.common.keys import Keys
-
     swept.open("curves")
     legend = '[data-title="Rewards by function"] .legend'
     until(lambda: swept.texts(f"{legend} button") == ["f", "g"])
-    assert "10 lines, in the colors of the list of runs" in swept.text(legend)
     swept.click(f"{legend} li:first-child button")
     until(lambda: swept.one(f"{legend} button", lambda each: each.get_attribute("aria-pressed")) == "false")
     swept.keys('[data-title="Rewards by function"] .canvas', Keys.END)
@@ -941,48 +701,28 @@ def test_many_lines_have_a_legend_of_what_they_have_in_common(swept):
     assert "…-seed1: f" not in reading
     swept.keys("input[name=range-from]", "2", Keys.TAB, "3", Keys.TAB)
     until(lambda: swept.last_point("Reward") == 3)
-    swept.keys('[data-title="Reward"] .canvas', Keys.HOME)
-    assert swept.text('[data-title="Reward"] .reading').startswith("step 2\n")
-    swept.choose("x-axis", "time")
-    label = '[data-title="Reward"] .canvas'
-    until(lambda: "kl runaway at step 3" in swept.one(label, lambda element: element.get_attribute("aria-label")))
-    assert swept.value("input[name=range-from]") == ""
-
-
-def test_a_chart_is_saved_as_a_sheet_and_as_a_picture(swept, tmp_path):
-    saved = {"behavior": "allow", "downloadPath": str(tmp_path / "saved")}
-    swept.browser.execute_cdp_cmd("Browser.setDownloadBehavior", saved)
-    try:
-        swept.open("curves")
-        until(lambda: swept.all('[data-title="Reward"] canvas'))
-        for button in swept.all('[data-title="Reward"] .saving button'):
-            button.click()
-        sheet, picture = tmp_path / "saved" / "Reward.csv", tmp_path / "saved" / "Reward.png"
-        until(lambda: sheet.exists() and picture.exists(), seconds=30.0)
-        assert len(sheet.read_text().splitlines()) == 1 + 5 * 4
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        swept.open("rollouts?step=2")
-        until(lambda: swept.all(".card"))
-        swept.click('button[title^="Save the rollouts"]')
-        step = tmp_path / "saved" / "step_2.jsonl"
-        until(step.exists, seconds=30.0)
-        assert [json.loads(line)["step"] for line in step.read_text().splitlines()] == [2, 2]
-    finally:
-        swept.browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "default"})
-
-
-def test_compilation_does_not_flatten_the_time_axis(swept):
     swept.open("time")
     until(lambda: swept.all(".phase.cut"))
     widths = swept.run("return [...document.querySelectorAll('.phase')].map((each) => each.offsetWidth)")
-    assert max(widths) < 8 * sorted(widths)[len(widths) // 2]
-    swept.click("details.more summary")
-    cells = until(lambda: [text for text in swept.texts("details.more tbody tr:first-child > *") if text])
-    assert cells == ["1", "28", "0", "0", "1", "1"]
-    swept.choose("number", "10")
-    until(lambda: swept.value("details.more", "open"), seconds=10.0)
-    swept.click("details.more tbody a")
-    until(lambda: swept.value("input[name=step]") == "1")
+    assert max(widths) < 8 * sorted(widths)[len(widths) // 2], "compilation does not flatten the others"
+
+
+def test_a_chart_is_saved_as_a_picture(swept, tmp_path):
+    saved = tmp_path / "saved"
+    behavior = {"behavior": "allow", "downloadPath": str(saved)}
+    swept.browser.execute_cdp_cmd("Browser.setDownloadBehavior", behavior)
+    swept.open("curves")
+    until(lambda: swept.all('[data-title="Reward"] canvas'))
+    for button in swept.all('[data-title="Reward"] .saving button'):
+        button.click()
+    until((saved / "Reward.png").exists, seconds=30.0)
+    assert (saved / "Reward.png").read_bytes().startswith(b"\x89PNG")
+    swept.open("rollouts?step=2")
+    until(lambda: swept.all(".card"))
+    swept.click('button[title^="Save the rollouts"]')
+    until((saved / "step_2.jsonl").exists, seconds=30.0)
+    assert [json.loads(line)["step"] for line in (saved / "step_2.jsonl").read_text().splitlines()] == [2, 2]
+    swept.browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "default"})
 
 
 COLOURS = (
@@ -996,27 +736,18 @@ def test_runs_share_the_color_of_a_setting_and_fit_a_phone(swept):
     swept.choose("colour-by", "beta")
     colours = until(lambda: len(set(found := swept.run(COLOURS))) == 2 and found)
     assert colours[0] == colours[1] != colours[2] == colours[3] == colours[4]
-    swept.open("curves")
-    until(lambda: swept.run(COLOURS) == colours)
-    size = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": True}
-    swept.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    try:
-        swept.open("runs")
-        until(lambda: swept.all("tbody td"))
-        cells = "td[data-label=Last], td[data-label=Best]"
-        ends = "return [...document.querySelectorAll(arguments[0])].map((each) => each.getBoundingClientRect().right)"
-        assert 0 < max(swept.run(ends, cells)) <= 390
-        swept.open("curves")
-        until(lambda: "Slide a finger" in swept.text(".toolbar"))
-        assert "Drag across" not in swept.text(".toolbar")
-    finally:
-        swept.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-def test_settings_are_compared_with_their_defaults(swept):
     swept.open("settings")
     until(lambda: "2 settings of" in swept.text(".summary"))
     swept.choose("show", "changed")
-    rows = until(lambda: len(found := swept.texts("tbody tr")) == 2 and found)
+    until(lambda: len(swept.texts("tbody tr")) == 2)
     third = [swept.text(f"tbody tr:nth-child({row}) td:nth-child(4)") for row in (1, 2)]
-    assert third == ["3 default 0", "0.5 default 0"], rows
+    assert third == ["3 default 0", "0.5 default 0"]
+    size = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+    swept.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        for place, ready in (("runs", "tbody td"), ("curves", ".chart canvas"), ("rollouts", ".card")):
+            swept.open(place)
+            until(lambda ready=ready: swept.all(f"main {ready}"))
+            assert swept.run("return document.documentElement.scrollWidth <= innerWidth"), place
+    finally:
+        swept.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

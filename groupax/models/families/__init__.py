@@ -3,15 +3,14 @@
 To add a family, write its reader, in the module of a family that is like it, and enter it in `FAMILIES`.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from difflib import SequenceMatcher
 from typing import Any
 
 from groupax.models.config import ModelConfig
 from groupax.models.families import cohere, gemma, glm, gpt_oss, lfm2, llama, mistral, olmo, qwen, vision
 from groupax.models.vision.config import VisionConfig
+from groupax.settings.fields import nearest
 from groupax.storage.model_json import validate_config
 from groupax.terminal.printable import short_repr
 
@@ -108,24 +107,6 @@ _AHEAD = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 # Keys of the whole file that hold for its text part, unless that has its own.
 _SHARED = ("bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "torch_dtype")
 
-_MAKER = re.compile(r"\A[a-z]+")  # the letters that a family's name begins with
-# For families of makers without a supported one, the family that is most like them.
-NEAREST = {
-    "ernie4_5": "llama",
-    "ernie4_5_moe": "qwen3_moe",
-    "hunyuan_v1_dense": "qwen3",
-    "hunyuan_v1_moe": "qwen3_moe",
-    "internvl": "qwen3_vl",
-    "kimi_k2": "deepseek_v3",
-    "kimi_vl": "qwen3_vl",
-    "llava": "idefics3",
-    "minimax_m2": "qwen3_moe",
-    "nemotron": "llama",
-    "nemotron_h": "qwen3_next",
-    "paligemma": "gemma3",
-    "pixtral": "mistral3",
-}
-
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Returns the architecture that a parsed `config.json` describes.
@@ -142,7 +123,8 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join(sorted([*FAMILIES, *VISION_FAMILIES, *TEXT_PARTS]))
         raise ValueError(
-            f"model_type {short_repr(model_type)} is not supported{_nearest(model_type)}; supported are {supported}"
+            f"model_type {short_repr(model_type)} is not supported; supported are {supported}"
+            f"{nearest(str(model_type)[:64], supported.split(', '))}"
         )
     return FAMILIES[model_type](validate_config(hf))
 
@@ -160,20 +142,6 @@ def _read_with_vision(family: VisionFamily, hf: Mapping[str, Any]) -> ModelConfi
             f"{text.num_layers}"
         )
     return replace(text, model_type=hf["model_type"], vision=images)
-
-
-def _nearest(model_type: Any) -> str:
-    """Returns the supported family that is nearest to one that is not, for an error, or an empty text.
-
-    It is that of a table, or else the one of the same maker whose name is most alike.
-    """
-    if not isinstance(model_type, str):
-        return ""
-    newest_first = sorted([*FAMILIES, *VISION_FAMILIES, *TEXT_PARTS], reverse=True)
-    same = [each for each in newest_first if _MAKER.findall(each) == _MAKER.findall(model_type)]
-    likest = max(same, key=lambda each: SequenceMatcher(None, each, model_type[:64]).ratio(), default=None)
-    found = NEAREST.get(model_type, likest)
-    return "" if found is None else f" (nearest is {found})"
 
 
 # -- the text part of models that also see images

@@ -147,7 +147,10 @@ def select_attend_past(device: Any, config: ModelConfig | None = None, by_block:
     Kernels always compute by blocks of columns; with `by_block` the plain form does so too. It is the only one for
     latent attention, whose heads have more dims than the kernels support, and for sinks and chunks.
     """
-    if config is not None and _needs_plain(config):
+    is_plain = config is not None and (
+        config.latent is not None or config.sinks or any(isinstance(each, Chunks) for each in config.windows)
+    )
+    if is_plain:
         return partial(attend_past, by_block=by_block)
     if device.platform == "tpu":
         from groupax.models.kernels import tpu_attention
@@ -159,10 +162,6 @@ def select_attend_past(device: Any, config: ModelConfig | None = None, by_block:
     from groupax.models.kernels import triton_attention
 
     return triton_attention.attend_past
-
-
-def _needs_plain(config: ModelConfig) -> bool:
-    return config.latent is not None or config.sinks or any(isinstance(each, Chunks) for each in config.windows)
 
 
 # cuDNN's kernel, or XLA's lowering of the same call, which runs on any device.
@@ -204,12 +203,6 @@ def _roll_left(x: Float[Array, "B C N H"], shift: Int[Array, "B"]) -> Float[Arra
     return jnp.take_along_axis(x, columns[:, :, None, None], axis=1)
 
 
-def _roll_forward(x: Array, shift: Array) -> tuple[Array, Array]:
-    return _roll_left(x, shift), shift
-
-
-def _roll_backward(shift: Array, gradient: Array) -> tuple[Array, None]:
-    return _roll_left(gradient, -shift), None
-
-
-_roll_left.defvjp(_roll_forward, _roll_backward)
+_roll_left.defvjp(
+    lambda x, shift: (_roll_left(x, shift), shift), lambda shift, gradient: (_roll_left(gradient, -shift), None)
+)

@@ -38,17 +38,16 @@ def grouped_matmul(
     return _multiply_rows(rows, weights, sizes, interpret, transposed=True)
 
 
-def _forward(rows: Array, weights: Array, sizes: Array, interpret: bool) -> tuple[Array, tuple[Array, Array, Array]]:
-    return grouped_matmul(rows, weights, sizes, interpret), (rows, weights, sizes)
-
-
 def _backward(interpret: bool, saved: tuple[Array, Array, Array], cotangent: Array) -> tuple[Array, Array, None]:
     rows, weights, sizes = saved
     d_rows = _multiply_rows(cotangent, weights, sizes, interpret, transposed=False)
     return d_rows, _sum_outer_products(cotangent, rows, sizes, interpret), None
 
 
-grouped_matmul.defvjp(_forward, _backward)
+grouped_matmul.defvjp(
+    lambda rows, weights, sizes, interpret: (grouped_matmul(rows, weights, sizes, interpret), (rows, weights, sizes)),
+    _backward,
+)
 
 
 class RowTiles(NamedTuple):

@@ -361,7 +361,8 @@ class FeatureCache:
                 self._sets.append(self._sets.pop(index))
                 return self._sets[-1]
         self._num_sets += 1
-        self._sets.append(_Weights(self._num_sets, leaves, jax.tree.map(_local, params)))
+        local = jax.tree.map(lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, params)
+        self._sets.append(_Weights(self._num_sets, leaves, local))
         if len(self._sets) > MAX_SETS:
             dropped = self._sets.pop(0).number
             for key in [key for key in self._features if key[0] == dropped]:
@@ -375,7 +376,3 @@ class _Weights(NamedTuple):
     number: int
     leaves: list[Any]
     local: dict[str, Any]
-
-
-def _local(weight: Any) -> Any:
-    return weight.addressable_data(0) if isinstance(weight, jax.Array) else weight

@@ -31,6 +31,7 @@ from groupax.models.weights.tensor_files import (
     check_finite,
     find_tensors,
     own_tensors,
+    renamed,
 )
 from groupax.parallel.mesh import check_divisible, default_mesh, format_mesh
 from groupax.settings.optimizer import BaseWeights
@@ -286,7 +287,7 @@ def resolve_tied_head(config: ModelConfig, tensors: Tensors, folder: Path) -> tu
         return config, tensors
     embedding = embedding_name(config)
     if embedding not in tensors:
-        return config, {**tensors, embedding: TensorFile(tensors[HEAD].path, {embedding: HEAD})}
+        return config, {**tensors, embedding: renamed(tensors[HEAD], HEAD)}
     if _are_equal(tensors, embedding, HEAD):
         return config, tensors
     logger.warning(

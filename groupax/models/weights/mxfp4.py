@@ -4,12 +4,10 @@ Two tensors have a weight: blocks, each byte of which has two numbers of 4 bits,
 the exponent of each 32 numbers, in 8 bits. Source: OCP Microscaling Formats Specification 1.0, sections 5.2 and 5.3.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 
-from groupax.models.weights.tensor_files import TensorFile, Tensors
+from groupax.models.weights.tensor_files import DerivedFile, Slices, TensorFile, Tensors
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 # The sixteen numbers of 4 bits: a sign, two bits of exponent and one of mantissa.
@@ -30,70 +28,37 @@ def dequantized_tensors(tensors: Tensors) -> Tensors:
         raise ValueError(f"{tensors[lacking[0] + _BLOCKS].path} has {lacking[0]}{_BLOCKS}, but there are no scales")
     quantized = {name + suffix for name in names for suffix in (_BLOCKS, _SCALES)}
     whole = {name: file for name, file in tensors.items() if name not in quantized}
-    return whole | {name: _DequantizedFile(tensors[name + _BLOCKS], tensors[name + _SCALES]) for name in names}
+    return whole | {name: _dequantized(tensors[name + _BLOCKS], tensors[name + _SCALES], name) for name in names}
 
 
-class _DequantizedFile(TensorFile):
-    """The files with the blocks and scales of one weight, which is read in bfloat16, that has all its numbers.
+def _dequantized(blocks: TensorFile, scales: TensorFile, name: str) -> DerivedFile:
+    """Returns a weight [E, I, O] in bfloat16, which has all its numbers.
 
-    Args:
-        blocks, scales: Files with these.
+    It is stored as blocks [E, O, I / 32, 16] and scales [E, O, I / 32]; tensors of other shapes or dtypes are a
+    `ValueError` when it is read.
     """
 
-    def __init__(self, blocks: TensorFile, scales: TensorFile) -> None:
-        super().__init__(blocks.path)
-        self.blocks, self.scales = blocks, scales
-
-    def get_slice(self, name: str) -> "_DequantizedSlice":
-        """Returns the weight, [E, I, O], that can be read in slices."""
-        return _DequantizedSlice(self.blocks.get_slice(name + _BLOCKS), self.scales.get_slice(name + _SCALES), name)
-
-    def get_tensor(self, name: str) -> np.ndarray:
-        """Reads the weight."""
-        return self.get_slice(name)[:, :, :]
-
-    def close(self) -> None:
-        """Unmaps both files."""
-        self.blocks.close()
-        self.scales.close()
-
-
-class _DequantizedSlice:
-    """A weight [E, I, O] that is stored as blocks [E, O, I / 32, 16] and scales [E, O, I / 32].
-
-    Raises:
-        ValueError: The tensors have other shapes or dtypes.
-    """
-
-    def __init__(self, blocks: Any, scales: Any, name: str) -> None:
-        self.blocks, self.scales = blocks, scales
-        shape, of_scales = blocks.get_shape(), scales.get_shape()
+    def make() -> Slices:
+        stored = blocks.get_slice(name + _BLOCKS), scales.get_slice(name + _SCALES)
+        shape, of_scales = (each.get_shape() for each in stored)
         if len(shape) != 4 or shape[3] != 16 or of_scales != shape[:3]:
             raise ValueError(
                 f"{name} has blocks of shape {shape} and scales of shape {of_scales}; 4-bit weights need [E, O, G, 16] "
                 "and [E, O, G]"
             )
-        if (blocks.get_dtype(), scales.get_dtype()) != ("U8", "U8"):
-            raise ValueError(
-                f"{name} has blocks of dtype {blocks.get_dtype()} and scales of dtype {scales.get_dtype()}; 4-bit "
-                "weights need U8"
-            )
+        if (dtypes := tuple(each.get_dtype() for each in stored)) != ("U8", "U8"):
+            raise ValueError(f"{name} has blocks and scales of dtypes {dtypes}; 4-bit weights need U8")
 
-    def get_shape(self) -> list[int]:
-        """Returns the shape of the weight."""
-        E, O, G, _ = self.blocks.get_shape()  # noqa: E741 - the dim of outputs
-        return [E, 32 * G, O]
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            expert, inputs, outputs = index
+            first, end, _ = inputs.indices(32 * shape[2])
+            groups = slice(first // 32, -(-end // 32))
+            weight = dequantize(*(each[expert, outputs, groups] for each in stored))
+            return weight[:, :, first - 32 * groups.start : end - 32 * groups.start].swapaxes(1, 2)
 
-    def get_dtype(self) -> str:
-        """Returns the dtype of the weight, by its name in safetensors files."""
-        return "BF16"
+        return Slices([shape[0], 32 * shape[2], shape[1]], "BF16", read)
 
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        expert, inputs, outputs = index
-        first, end, _ = inputs.indices(self.get_shape()[1])
-        groups = slice(first // 32, -(-end // 32))
-        weight = dequantize(self.blocks[expert, outputs, groups], self.scales[expert, outputs, groups])
-        return weight[:, :, first - 32 * groups.start : end - 32 * groups.start].swapaxes(1, 2)
+    return DerivedFile([blocks, scales], make)
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

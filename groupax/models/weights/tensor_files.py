@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,22 +26,6 @@ CHECKED_NUMBERS = 1 << 18  # checked at a time, to fit in the processor's caches
 DTYPES = {"F32": (np.uint32, 0x7F800000), "BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00)}
 
 
-@dataclass(frozen=True)
-class StackedRows:
-    """Rows of one matrix of a stack, which stand for a tensor of their own.
-
-    Attributes:
-        name: Name of the stack in its file.
-        matrix: Index of the matrix.
-        part, num_parts: Number of the part, of equally many rows, and the number of parts.
-    """
-
-    name: str
-    matrix: int
-    part: int = 0
-    num_parts: int = 1
-
-
 class TensorFile:
     """A safetensors file that is memory-mapped only while a weight is read.
 
@@ -49,22 +33,10 @@ class TensorFile:
 
     Args:
         path: Path of the file.
-        stored_names: Names of tensors in the file, by the names under which they are requested, if these differ.
-        rows: Rows of stacks that are requested as tensors, by name.
-        transposed: Names of tensors that are requested with their last two dims in the other order.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        stored_names: Mapping[str, str] | None = None,
-        rows: Mapping[str, StackedRows] | None = None,
-        transposed: Collection[str] = (),
-    ) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.stored_names = stored_names or {}
-        self.rows = rows or {}
-        self.transposed = transposed
         self._file: Any = None
 
     @property
@@ -86,57 +58,108 @@ class TensorFile:
 
     def get_slice(self, name: str) -> Any:
         """Returns a tensor that can be read in slices."""
-        if rows := self.rows.get(name):
-            return _RowsSlice(self.file.get_slice(rows.name), rows)
-        stored = self.file.get_slice(self.stored_names.get(name, name))
-        return _TransposedSlice(stored) if name in self.transposed else stored
+        return self.file.get_slice(name)
 
     def get_tensor(self, name: str) -> np.ndarray:
         """Reads a tensor."""
-        return self.file.get_tensor(self.stored_names.get(name, name))
+        return self.file.get_tensor(name)
 
     def close(self) -> None:
         """Unmaps the file, which is opened again when it is needed."""
         self._file = None
 
 
-class _RowsSlice:
-    """Rows of a stack, with the interface of a slice of safetensors."""
+@dataclass(frozen=True)
+class Slices:
+    """A tensor that is made of stored ones as its slices are read, with the interface of a slice of safetensors.
 
-    def __init__(self, stack: Any, rows: StackedRows) -> None:
-        self.stack, self.rows = stack, rows
+    Attributes:
+        shape: Its shape.
+        dtype: Name of its dtype in safetensors files.
+        read: Returns the part at a tuple of slices.
+    """
 
-    def get_shape(self) -> list[int]:
-        _, num_rows, *others = self.stack.get_shape()
-        return [num_rows // self.rows.num_parts, *others]
-
-    def get_dtype(self) -> str:
-        return self.stack.get_dtype()
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        num_rows = self.get_shape()[0]
-        first, end, _ = index[0].indices(num_rows)
-        start = self.rows.part * num_rows
-        matrix = slice(self.rows.matrix, self.rows.matrix + 1)
-        return self.stack[(matrix, slice(start + first, start + end), *index[1:])][0]
-
-
-class _TransposedSlice:
-    """A tensor with its last two dims in the other order, with the interface of a slice of safetensors."""
-
-    def __init__(self, stored: Any) -> None:
-        self.stored = stored
+    shape: list[int]
+    dtype: str
+    read: Callable[[tuple[slice, ...]], np.ndarray]
 
     def get_shape(self) -> list[int]:
-        *others, rows, columns = self.stored.get_shape()
-        return [*others, columns, rows]
+        """Returns the shape."""
+        return self.shape
 
     def get_dtype(self) -> str:
-        return self.stored.get_dtype()
+        """Returns the name of the dtype."""
+        return self.dtype
 
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        *others, rows, columns = index
-        return self.stored[(*others, columns, rows)].swapaxes(-1, -2)
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self.read(index)
+
+
+class DerivedFile(TensorFile):
+    """The file of one tensor that is made of stored ones, whatever name it is requested by.
+
+    Args:
+        files: The files with the stored ones.
+        make: Returns the tensor, to be read in slices.
+    """
+
+    def __init__(self, files: Sequence[TensorFile], make: Callable[[], Any]) -> None:
+        super().__init__(files[0].path)
+        self.files, self.make = files, make
+
+    def get_slice(self, name: str) -> Any:
+        """Returns the tensor."""
+        del name
+        return self.make()
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        """Reads the tensor."""
+        found = self.get_slice(name)
+        return found[(slice(None),) * len(found.get_shape())]
+
+    def close(self) -> None:
+        """Unmaps the files."""
+        for file in self.files:
+            file.close()
+
+
+def renamed(file: TensorFile, stored: str) -> DerivedFile:
+    """Returns the file of a tensor that has another name there."""
+    return DerivedFile([file], lambda: file.get_slice(stored))
+
+
+def _rows(file: TensorFile, stack: str, matrix: int, part: int, num_parts: int) -> DerivedFile:
+    """Returns one of equally many rows of one matrix of a stack as a tensor of its own."""
+
+    def make() -> Slices:
+        stored = file.get_slice(stack)
+        _, num_rows, *others = stored.get_shape()
+        size = num_rows // num_parts
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            first, end, _ = index[0].indices(size)
+            own = slice(part * size + first, part * size + end)
+            return stored[(slice(matrix, matrix + 1), own, *index[1:])][0]
+
+        return Slices([size, *others], stored.get_dtype(), read)
+
+    return DerivedFile([file], make)
+
+
+def _transposed(file: TensorFile, name: str) -> DerivedFile:
+    """Returns a tensor with its last two dims in the other order."""
+
+    def make() -> Slices:
+        stored = file.get_slice(name)
+        *others, rows, columns = stored.get_shape()
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            *before, row, column = index
+            return stored[(*before, column, row)].swapaxes(-1, -2)
+
+        return Slices([*others, columns, rows], stored.get_dtype(), read)
+
+    return DerivedFile([file], make)
 
 
 Tensors = dict[str, TensorFile]  # files by the names of their tensors
@@ -288,8 +311,9 @@ def own_tensors(hf: Mapping[str, Any], config: ModelConfig, tensors: Tensors, fo
     elif hf.get("model_type") in VISION_FAMILIES:
         found = _renamed(tensors, _OLDER_PREFIXES)
     if num_ahead := hf.get("num_nextn_predict_layers") or 0:
-        ahead = range(config.num_layers, config.num_layers + num_ahead)
-        found = {name: file for name, file in found.items() if _layer_index(name) not in ahead}
+        ahead = {str(index) for index in range(config.num_layers, config.num_layers + num_ahead)}
+        layers = {name: match[1] for name in found if (match := _LAYER.match(name))}
+        found = {name: file for name, file in found.items() if layers.get(name) not in ahead}
     if hf.get("model_type") in _WITH_AHEAD:
         found = {name: file for name, file in found.items() if not _AHEAD.match(name)}
     num_left = len(found)
@@ -310,7 +334,7 @@ def _renamed(tensors: Tensors, prefixes: tuple[tuple[str, str], ...]) -> dict[st
     found = {}
     for name, file in tensors.items():
         own = next((new + name.removeprefix(old) for old, new in prefixes if name.startswith(old)), name)
-        found[own] = file if own == name else TensorFile(file.path, {own: name})
+        found[own] = file if own == name else renamed(file, name)
     return found
 
 
@@ -323,14 +347,13 @@ def _unstacked(tensors: Tensors) -> Tensors:
         if match is None or len(shape) != 3 or not 1 <= shape[0] <= MAX_EXPERTS:
             found[name] = file
             continue
-        parts, stored = match[2].removesuffix("_proj").split("_"), file.stored_names.get(name, name)
-        rows = {
-            f"{match[1]}.{expert}.{part}_proj.weight": StackedRows(stored, expert, index, len(parts))
+        parts = match[2].removesuffix("_proj").split("_")
+        found |= {
+            f"{match[1]}.{expert}.{part}_proj.weight": _rows(file, name, expert, index, len(parts))
             for expert in range(shape[0])
             for index, part in enumerate(parts)
         }
         file.close()
-        found |= dict.fromkeys(rows, TensorFile(file.path, rows=rows))
     return found
 
 
@@ -350,10 +373,5 @@ def _in_released_order(tensors: Tensors, hidden_size: int) -> Tensors:
             file.close()
             is_gate = match[2] == "gate_up_proj"
             if len(sizes) == 2 and sizes[0] != sizes[1] and sizes[is_gate] == hidden_size:
-                found[name] = TensorFile(file.path, {name: file.stored_names.get(name, name)}, transposed={name})
+                found[name] = _transposed(file, name)
     return found
-
-
-def _layer_index(name: str) -> int:
-    match = _LAYER.match(name)
-    return int(match[1]) if match else -1

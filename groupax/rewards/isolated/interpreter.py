@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import ast
 import io
-import json
-import os
 import sys
 
-from groupax.rewards.isolated.start import apply_limits, take_over_streams
+from groupax.rewards.isolated.start import apply_limits, receive_frame, send_frame, take_over_streams
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,11 +20,7 @@ NAME = "<python>"  # file of the programs in tracebacks
 
 
 class Output(io.TextIOBase):
-    """A stream that keeps the start and the end of what is written.
-
-    Args:
-        size: Number of characters to keep.
-    """
+    """A stream that keeps the start and the end of what is written."""
 
     def __init__(self, size: int) -> None:
         self.half = size // 2
@@ -61,16 +55,16 @@ def main(order: dict[str, Any]) -> None:
     random.seed(order["seed"])
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
-    send(writer, {"number": 0, "text": ""})  # it has started
+    send_frame(writer, {"number": 0, "text": ""})  # it has started
     while True:
-        request = receive(reader)
+        request = receive_frame(reader)
         output = Output(order["output_chars"])
         sys.stdout = sys.stderr = output
         try:
             run(request["code"], module.__dict__)
         except BaseException as error:  # noqa: BLE001 - of the program
             output.write(description(error))
-        send(writer, {"number": request["number"], "text": output.text()})
+        send_frame(writer, {"number": request["number"], "text": output.text()})
 
 
 def run(code: str, namespace: dict[str, Any]) -> None:
@@ -98,26 +92,3 @@ def description(error: BaseException) -> str:
         return "".join(traceback.format_exception(type(error), error, trace))
     except BaseException:  # noqa: BLE001 - the error is the program's
         return type(error).__name__ + "\n"
-
-
-def receive(reader: int) -> Any:
-    """Returns the next frame; ends the process if there is none."""
-    return json.loads(_read(reader, int.from_bytes(_read(reader, 8), "little")))
-
-
-def send(writer: int, frame: Any) -> None:
-    """Sends a frame."""
-    data = json.dumps(frame).encode()
-    view = memoryview(len(data).to_bytes(8, "little") + data)
-    while view:
-        view = view[os.write(writer, view) :]
-
-
-def _read(reader: int, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = os.read(reader, size - len(data))
-        if not part:
-            os._exit(0)
-        data += part
-    return data

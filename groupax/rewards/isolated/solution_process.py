@@ -19,56 +19,73 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-class Instance:
-    """A mark of instances that the tests created, which are never sent as data, even if their class extends a list."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
 class SolutionPeer(Peer):
     """The end of the pipes that serves the tests' requests."""
+
+    keeps = "solution"
 
     def __init__(self, reader: int, writer: int) -> None:
         super().__init__(reader, writer)
         sys.modules["solution"] = type(sys)("solution")  # dataclasses, for one, look up their class here
         self.namespace: dict[str, Any] = sys.modules["solution"].__dict__
         self.output = io.BytesIO()
+        self.numbers: dict[int, int] = {}  # of `shared`, by id
+        self.given: dict[int, int] = {}  # numbers of the tests' functions, by id of what stands for them here
+        self.kept: list[Any] = []  # keeps these ids
+        self.classes: dict[str, type] = {}  # which the tests have too
 
-    def perform(self, operation: str, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def perform(self, operation: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Executes an operation that the tests request."""
         if operation == "load":
             return exec(compile(args[0], "solution.py", "exec", dont_inherit=True), self.namespace)
         if operation == "name":
             return self.namespace[args[0]]
         if operation == "call":
-            return target(*args, **kwargs)
-        if operation == "new":
-            return _marked(target(*args, **kwargs))
-        if operation == "reflected":
-            return OPERATORS[args[0]](args[1], target)
-        if operation in ("copy", "deepcopy"):
-            import copy
-
-            return _marked(getattr(copy, operation)(target))
+            return args[0](*args[1:], **kwargs)
         if operation == "await":
             import asyncio
 
-            return asyncio.run(target)
-        plain = {"getattr": getattr, "setattr": setattr, "isinstance": isinstance, "issubclass": issubclass}
-        return {**plain, **OPERATORS}[operation](target, *args)
+            return asyncio.run(args[0])
+        plain = {"getattr": getattr, "setattr": setattr, "isinstance": isinstance}
+        return {**plain, **OPERATORS}[operation](*args)
 
     def encode_object(self, value: Any) -> list[Any]:
-        """Returns the reference to an object that cannot be sent as data."""
-        if isinstance(value, Instance):
-            return ["mine", self._number(value.value), "object"]
-        return super().encode_object(value)
+        """Returns the reference to an object that stays here, or to one of the tests."""
+        if id(value) in self.given:
+            return ["yours", self.given[id(value)]]
+        if type(value) is type(sys):
+            return ["module"]
+        if id(value) not in self.numbers:
+            self.numbers[id(value)] = len(self.shared)
+            self.shared.append(value)
+        return ["mine", self.numbers[id(value)], type(value).__name__]
 
-    def module(self, _name: Any) -> Any:
-        """Returns the module that the tests have passed."""
-        import importlib
+    def decode_object(self, node: list[Any]) -> Any:
+        """Returns an object of the solution, or what stands for a function or an iterator of the tests."""
+        kind, number = node[:2]
+        if kind == "yours":
+            return self.shared[number]
+        if kind == "iterator":
+            return self._items(number)
 
-        return importlib.import_module(_name)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return self.request("call", number, *args, **kwargs)
+
+        function.__name__ = function.__qualname__ = node[2]
+        self.given[id(function)] = number
+        self.kept.append(function)
+        return function
+
+    def has_shared_class(self, value: Any) -> bool:
+        """Returns whether the tests have sent instances of a class of this name."""
+        return self.classes.get(type(value).__name__) is type(value)
+
+    def class_named(self, name: Any) -> type:
+        """Returns the solution's class of the same name, or a class without methods."""
+        found = self.namespace.get(name)
+        if name not in self.classes:
+            self.classes[name] = found if isinstance(found, type) else type(name, (), {"__module__": "solution"})
+        return self.classes[name]
 
     def printed(self) -> str:
         """Returns the text that was printed here since the last frame."""
@@ -76,6 +93,14 @@ class SolutionPeer(Peer):
         self.output.seek(0)
         self.output.truncate()
         return text
+
+    def _items(self, number: int) -> Any:
+        while True:
+            try:
+                item = self.request("next", number)
+            except StopIteration:
+                return
+            yield item
 
 
 class Input(io.TextIOBase):
@@ -90,11 +115,11 @@ class Input(io.TextIOBase):
 
     def readline(self, size: int = -1, /) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns the next line."""
-        return self.peer.request("stdin", None, "readline", size)
+        return self.peer.request("stdin", "readline", size)
 
     def read(self, size: int | None = -1, /) -> str:
         """Returns the remaining text."""
-        return self.peer.request("stdin", None, "read", -1 if size is None else size)
+        return self.peer.request("stdin", "read", -1 if size is None else size)
 
 
 def main(order: dict[str, Any]) -> None:
@@ -104,17 +129,10 @@ def main(order: dict[str, Any]) -> None:
     peer = SolutionPeer(reader, writer)
     sys.stdout = io.TextIOWrapper(peer.output, "utf-8", write_through=True)
     sys.stdin = Input(peer)
-    builtins.input = lambda prompt="", /: peer.request("input", None, str(prompt))
+    builtins.input = lambda prompt="", /: peer.request("input", str(prompt))
     builtins.exit = builtins.quit = sys.exit  # as `site` would define them
     try:
         while True:
             peer.serve(peer.receive())
     except BrokenError:
         os._exit(0)
-
-
-def _marked(value: Any) -> Any:
-    """Marks an instance of a class of the solution, unless that is a named tuple, an enumeration or an exception."""
-    kind = type(value)
-    is_own = kind.__module__ == "solution" and not isinstance(value, BaseException)
-    return Instance(value) if is_own and not hasattr(kind, "_fields") and not hasattr(kind, "__members__") else value

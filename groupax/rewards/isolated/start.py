@@ -6,6 +6,7 @@ ends with it. The interpreter has the standard streams of the guard, and with th
 
 from __future__ import annotations
 
+import json
 import marshal
 import os
 import resource
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_FILES = 10_000  # in /tmp: empty files take memory that its size limit does not count
 PAUSE_S = 0.05
+MAX_FRAME_BYTES = 32 << 20
 
 # The program for `python -c`: it reads an order, creates the order's modules and calls `main` of the last one.
 BOOTSTRAP = """
@@ -42,6 +44,40 @@ def serialize_order(order: dict[str, Any]) -> bytes:
     """Returns an order in the form that `BOOTSTRAP` reads."""
     data = marshal.dumps(order)
     return len(data).to_bytes(8, "little") + data
+
+
+def send(writer: int, data: bytes) -> None:
+    """Writes all of some bytes."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(writer, view) :]
+
+
+def send_frame(writer: int, frame: Any) -> None:
+    """Writes the length of a frame, and its JSON."""
+    data = json.dumps(frame).encode()
+    if len(data) > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {len(data)} bytes is too large; at most {MAX_FRAME_BYTES} can be sent")
+    send(writer, len(data).to_bytes(8, "little") + data)
+
+
+def receive_frame(reader: int) -> Any:
+    """Returns the next frame; raises EOFError if there is none, and ValueError if it is too large or no JSON."""
+
+    def read(size: int) -> bytes:
+        parts = []
+        while size:
+            part = os.read(reader, min(size, 1 << 20))
+            if not part:
+                raise EOFError
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    size = int.from_bytes(read(8), "little")
+    if size > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {size} bytes")
+    return json.loads(read(size))
 
 
 def take_over_streams() -> tuple[int, int]:
@@ -78,24 +114,24 @@ def apply_limits(order: dict[str, Any]) -> None:
     sys.path += [path for path in order["paths"] if os.path.isdir(path)]  # noqa: PTH112 - pathlib is slow to import
 
 
-def spawn_untrusted(order: dict[str, Any], actions: list[Any]) -> None:
-    """Starts the process of the order's command, which installs the order's filter of system calls.
-
-    Args:
-        order: The order of this process.
-        actions: What else the new process does with its descriptors first.
-    """
-    closed = []
+def spawn_untrusted(order: dict[str, Any], reader: int, writer: int, errors: int) -> None:
+    """Starts the process of the order's command, which installs the order's filter of system calls."""
+    actions: list[Any] = [(os.POSIX_SPAWN_DUP2, each, place) for place, each in enumerate((reader, writer, errors))]
     if order["filter"]:
         program, filled = os.pipe()
         os.write(filled, order["filter"])
         os.close(filled)
         actions.append((os.POSIX_SPAWN_DUP2, program, order["filter_descriptor"]))
-        closed.append(program)
-    command = [*order["command"], "-c", BOOTSTRAP]
-    os.posix_spawn(command[0], command, {"PATH": "/usr/bin:/bin"}, file_actions=actions)
-    for descriptor in closed:
-        os.close(descriptor)
+    command, environment = [*order["command"], "-c", BOOTSTRAP], {"PATH": "/usr/bin:/bin", **order["environment"]}
+    os.posix_spawn(command[0], command, environment, file_actions=actions)
+    if order["filter"]:
+        os.close(program)
+
+
+def inner_order(order: dict[str, Any], *more: str) -> bytes:
+    """Returns the order of the untrusted process, with the limits and these further fields of this process's order."""
+    limits = ("user", "cpu_seconds", "memory_bytes", "file_bytes", "num_files", "num_processes", "paths")
+    return serialize_order({name: order[name] for name in (*limits, *more)} | {"modules": order["inner_modules"]})
 
 
 def has_too_many_files() -> bool:
@@ -106,10 +142,10 @@ def has_too_many_files() -> bool:
 
 def main(order: dict[str, Any]) -> None:
     """Starts an interpreter and waits for its end; one with too many files is ended too."""
-    spawn_untrusted(order, [(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_RDWR, 0)])
+    spawn_untrusted(order, 0, 1, os.open(os.devnull, os.O_RDWR))
     for descriptor in take_over_streams():
         os.close(descriptor)  # or the trainer would not notice that the interpreter has ended
     apply_limits(order)
-    while not os.waitpid(-1, os.WNOHANG)[0] and not has_too_many_files():
+    while not os.waitpid(-1, os.WNOHANG)[0] and not (order["is_watched"] and has_too_many_files()):
         time.sleep(PAUSE_S)
     os._exit(0)

@@ -1,46 +1,35 @@
 """The process of the tests: it starts that of the solution, runs the tests, and writes its token if they reach the end.
 
-The tests receive from the solution only values of the standard library's types and stand-ins. A stand-in never reveals
-to the solution what a result is compared with: operands are sent only to objects that the tests created themselves by
-calling a class (see `docs/rewards.md`). A stand-in has one of these rights:
-
-    ""              an object that the solution returned
-    "class"         a class of the solution
-    "own"           an instance that the tests created by calling a class
-    "computed"      the result of an operator on such an instance and a value of the tests
-    "plain method"  an attribute with the name of a method of plain values
+The tests receive from the solution only values of the standard library's types and handles of its objects. A handle
+never reveals to the solution what a result is compared with: its operators take handles alone. Only an object that the
+tests created themselves, by calling a class, is asked whether it contains a value, or has methods with the names of
+those of plain values (see `docs/rewards.md`).
 """
 
 from __future__ import annotations
 
 import _thread
 import builtins
+import importlib
 import os
 import re
 import sys
 import time
 
-from groupax.rewards.isolated.protocol import (
-    COMPARISONS,
-    MUTABLE,
-    OPERANDS,
-    OPERATORS,
-    UNARY,
-    MalformedError,
-    Peer,
-    StandIn,
-)
+from groupax.rewards.isolated.protocol import BINARY, MUTABLE, OPERATORS, MalformedError, Peer
 from groupax.rewards.isolated.start import (
     PAUSE_S,
     apply_limits,
     has_too_many_files,
-    serialize_order,
+    inner_order,
+    send,
     spawn_untrusted,
     take_over_streams,
 )
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 TESTS = "tests"  # `__name__` of the tests
@@ -49,11 +38,7 @@ CLASS_NAME = re.compile("[A-Z][A-Za-z0-9]*")
 ALIASES = {"np": "numpy", "pd": "pandas"}
 MODULES = frozenset({*sys.stdlib_module_names, *ALIASES.values()})
 SOLUTION_MODULE = object()
-# Operators that turn an object into a number or a truth value.
-NUMBERS = frozenset({"abs", "bool", "int", "float", "complex", "index", "round", "len"})
-READABLE = frozenset(
-    {"__name__", "__qualname__", "__doc__", "__module__", "__annotations__", "__dict__", "__wrapped__"}
-)
+READABLE = frozenset({"__name__", "__qualname__", "__doc__", "__module__", "__annotations__", "__dict__"})
 # Methods of plain values, arrays and data frames. A test that calls one on a result expects such a value.
 PLAIN_METHODS = frozenset(
     name
@@ -63,140 +48,164 @@ PLAIN_METHODS = frozenset(
 ) | {"all", "any", "equals", "eq", "ne", "isin", "compare", "isclose", "is_close", "allclose"}
 
 
+class Handle:
+    """An object of the solution, which executes all operations there.
+
+    Args:
+        peer: The connection to the solution.
+        number: Number of the object there.
+        rights: "class" for a class of the solution, "own" for an instance that the tests created by calling one.
+    """
+
+    __slots__ = ("__weakref__", "_groupax_number", "_groupax_peer", "_groupax_rights")
+
+    def __init__(self, peer: TestPeer, number: int, rights: str = "") -> None:
+        object.__setattr__(self, "_groupax_peer", peer)
+        object.__setattr__(self, "_groupax_number", number)
+        object.__setattr__(self, "_groupax_rights", rights)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        value = self._groupax_peer.request("call", self, *args, **kwargs)
+        return with_rights(value, "own") if self._groupax_rights == "class" else value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in READABLE:
+            raise AttributeError(name)
+        value = self._groupax_peer.request("getattr", self, name)
+        if name in PLAIN_METHODS and callable(value) and not self._groupax_rights:
+            raise AttributeError(f"{name}, of an object that the solution returned, is not one of a plain value")
+        return with_rights(value, "class") if CLASS_NAME.fullmatch(name) else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._groupax_peer.request("setattr", self, name, value)
+
+    def __mro_entries__(self, _bases: Any) -> Any:
+        raise TypeError("the tests cannot extend a class of the solution")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Handle):
+            return False  # not left to the solution, which would answer yes to everything
+        is_same = other._groupax_number == self._groupax_number
+        return is_same or self._groupax_peer.request("eq", self, other) is True
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return self._groupax_peer.request("hash", self)
+
+    def __contains__(self, item: Any) -> bool:
+        if self._groupax_rights or isinstance(item, Handle):
+            return self._groupax_peer.request("contains", self, item) is True
+        return any(each is item or each == item for each in self._groupax_peer.request("iter", self))
+
+    def __exit__(self, *_: object) -> bool:
+        self._groupax_peer.request("exit", self)
+        return False  # no exception of the tests is suppressed
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, Handle) and self._groupax_peer.request("isinstance", value, self) is True
+
+
+def _operation(name: str) -> Callable[..., Any]:
+    def method(self: Handle, *args: Any) -> Any:
+        if name in BINARY and not all(isinstance(each, Handle) for each in args):
+            raise TypeError("an object of the solution is not compared or computed with a value of the tests")
+        return self._groupax_peer.request(name, self, *args)
+
+    return method
+
+
+for _name in OPERATORS.keys() - {"eq", "hash", "contains", "exit"}:
+    setattr(Handle, f"__{_name}__", _operation(_name))
+
+
+def with_rights(value: Any, rights: str) -> Any:
+    """Returns a handle with other rights; other values as they are."""
+    return Handle(value._groupax_peer, value._groupax_number, rights) if isinstance(value, Handle) else value
+
+
 class TestPeer(Peer):
-    """Sends requests to the solution, and lets it use objects of the tests as a function uses its arguments."""
+    """Sends requests to the solution, which may call functions and iterators of the tests, and read their input."""
 
     def __init__(self, reader: int, writer: int) -> None:
         super().__init__(reader, writer)
         self.is_wrong = False
-        self.members: set[int] = set()  # numbers of members of enumerations, which tests compare with `is`
-
-    # Requests to the solution.
+        self.classes: dict[str, type] = {}  # of the tests, whose instances the solution has received
 
     def name(self, name: str) -> Any:
         """Returns the value of a global name of the solution; raises KeyError if it does not define the name."""
-        value = self.request("name", None, name)
-        return self._as_class(value, name)
+        value = self.request("name", name)
+        return with_rights(value, "class") if CLASS_NAME.fullmatch(name) else value
 
-    def call(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls an object of the solution. An instance that a class returns is then the tests' own."""
-        rights = stand_in._groupax_rights
-        if rights == "plain method" and (args or kwargs):
-            raise TypeError(
-                "a method of plain values is not called with arguments on an object that the solution returned"
-            )
-        if rights != "class":
-            return self.request("call", stand_in, *args, **kwargs)
-        value = self.request("new", stand_in, *args, **kwargs)
-        return self._with_rights(value, "own") if isinstance(value, StandIn) else value
-
-    def attribute(self, stand_in: StandIn, name: str) -> Any:
-        """Returns an attribute of an object of the solution."""
-        if name.startswith("__") and name not in READABLE:
-            raise AttributeError(name)
-        value = self.request("getattr", stand_in, name)
-        return self._as_class(value, name) if stand_in._groupax_rights in ("own", "class") else self.member(name, value)
-
-    def member(self, name: str, value: Any) -> Any:
-        """Returns an attribute of an object that the solution returned, which must not imitate a plain method."""
-        if name not in PLAIN_METHODS:
-            return self._as_class(value, name)
-        if callable(value) and not isinstance(value, StandIn):
-            raise TypeError(f"{name} of an object that the solution returned is not a function of the solution")
-        return self._with_rights(value, "plain method") if isinstance(value, StandIn) else value
-
-    def operate(self, stand_in: StandIn, name: str, args: tuple[Any, ...], is_reflected: bool) -> Any:
-        """Returns the result of an operator, unless that would reveal to the solution what a result is compared with.
-
-        An instance that the tests created may be an operand together with their plain values, if the result is not a
-        plain value.
-        """
-        rights = stand_in._groupax_rights
-        is_revealed = name in OPERANDS and not all(isinstance(arg, StandIn) for arg in args)
-        if is_revealed and (name in COMPARISONS or rights not in ("own", "class", "computed")):
-            raise TypeError("an object of the solution is not compared or computed with a value of the tests")
-        if rights == "computed" and name in NUMBERS:
-            raise TypeError(f"{name} of an object that was computed with a value of the tests")
-        value = super().operate(stand_in, name, args, is_reflected)
-        if not is_revealed and not (rights == "computed" and name in UNARY):
-            return value
-        if not isinstance(value, StandIn):
-            raise TypeError(f"{name} of an object of the solution and a value of the tests gave no object")
-        return self._with_rights(value, "computed")
-
-    def contains(self, stand_in: StandIn, item: Any) -> bool:
-        """Returns whether an object of the solution contains an item. Items of a returned object are compared here."""
-        if isinstance(item, StandIn) or stand_in._groupax_rights in ("own", "class"):
-            return super().contains(stand_in, item)
-        return any(each is item or each == item for each in iter(stand_in))
-
-    def stand_in(self, number: Any, kind: Any) -> Any:
-        """Returns the stand-in for an object, or a coroutine that has the solution run its own."""
-        value = super().stand_in(number, kind)
-        if kind == "enum":
-            self.members.add(number)
-        return self._awaited(value) if kind == "coroutine" else value
-
-    def module(self, _name: Any) -> Any:
-        """Returns the same mark for every module, because the solution must not decide which module a name means."""
-        return SOLUTION_MODULE
-
-    def check_silent(self) -> None:
-        """Checks that nothing unrequested was received."""
-        if not self.is_silent():
-            raise self.broken()
-
-    def _as_class(self, value: Any, name: str) -> Any:
-        return self._with_rights(value, "class") if isinstance(value, StandIn) and CLASS_NAME.fullmatch(name) else value
-
-    def _with_rights(self, value: StandIn, rights: str) -> StandIn:
-        if value._groupax_number in self.members:
-            return value
-        key = (value._groupax_number, rights)
-        if key not in self.stand_ins:
-            self.stand_ins[key] = StandIn(self, value._groupax_number, rights)
-        return self.stand_ins[key]
-
-    async def _awaited(self, value: StandIn) -> Any:
-        return self.request("await", value)
-
-    # Requests of the solution.
-
-    def may_share(self, value: Any) -> bool:
-        """Returns whether the solution may receive a stand-in of a value; other values are never shared."""
-        return callable(value) or hasattr(type(value), "__next__") or _is_own(value)
-
-    def perform(self, operation: str, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Executes an operation on an object that the tests have passed to the solution."""
-        if target is None and operation == "input":
-            return input(*args)
-        if target is None and operation == "stdin":
-            method, size = args
-            return getattr(sys.stdin, {"readline": "readline", "read": "read"}[method])(size)
-        number = self.numbers.get(id(target))
-        if number is None or self.shared[number] is not target:
-            raise MalformedError
+    def perform(self, operation: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Calls a function of the tests, or returns the next item of an iterator, that was passed to the solution."""
         try:
-            if operation == "call" and callable(target):
-                return target(*args, **kwargs)
-            if operation in ("next", "iter") and hasattr(type(target), "__next__"):
-                return OPERATORS[operation](target)
-            if operation == "getattr" and _may_read(target, *args):
-                return getattr(target, args[0])
-            if operation == "setattr" and _is_own(target) and _is_data(target, args[0]):
-                return setattr(target, *args)
-            if operation in OPERATORS and _is_own(target):
-                return OPERATORS[operation](target, *args)
+            match operation, args:
+                case "input", [prompt]:
+                    return input(prompt)
+                case "stdin", ["readline" | "read" as method, size]:
+                    return getattr(sys.stdin, method)(size)
+                case "call", [int() as number, *rest] if number >= 0:
+                    return self.shared[number](*rest, **kwargs)
+                case "next", [int() as number] if number >= 0:
+                    return next(self.shared[number])
         except AssertionError:
             self.is_wrong = True  # even if the solution catches it
             raise
-        if operation == "getattr":
-            raise AttributeError(args[0])
-        raise TypeError(f"{operation} of a {type(target).__name__} of the tests")
+        raise MalformedError
+
+    def encode_object(self, value: Any) -> list[Any]:
+        """Returns the reference to an object of the solution, or to a function or iterator of the tests."""
+        if isinstance(value, Handle):
+            return ["yours", value._groupax_number]
+        is_iterator = hasattr(type(value), "__next__")
+        if not is_iterator and not callable(value):
+            raise TypeError(f"a {type(value).__name__} of the tests cannot be passed to the solution")
+        self.shared.append(value)
+        return ["iterator" if is_iterator else "function", len(self.shared) - 1, getattr(value, "__name__", "")]
+
+    def decode_object(self, node: list[Any]) -> Any:
+        """Returns the handle of an object of the solution, or what it has received from the tests.
+
+        All modules have the same mark, because the solution must not decide which module a name means.
+        """
+        match node:
+            case ["mine", int() as number, kind]:
+                handle = Handle(self, number)
+                return self._awaited(handle) if kind == "coroutine" else handle
+            case ["yours", int() as number] if number >= 0:
+                return self.shared[number]
+            case ["module"]:
+                return SOLUTION_MODULE
+        raise MalformedError
+
+    def has_shared_class(self, value: Any) -> bool:
+        """Returns whether this is an instance of a class of the tests, which is sent by its attributes."""
+        kind = type(value)
+        if kind.__module__ != TESTS or not hasattr(value, "__dict__") or isinstance(value, BaseException):
+            return False
+        if callable(value) or hasattr(kind, "__next__"):
+            return False
+        return self.classes.setdefault(kind.__name__, kind) is kind
+
+    def class_named(self, name: Any) -> type:
+        """Returns the tests' class of an instance that the solution returns."""
+        return self.classes[name]
+
+    def check_member(self, owner: type, name: Any, value: Any) -> None:
+        """Refuses attributes from the solution that would replace a method, or imitate one of plain values."""
+        if type(name) is not str or name.startswith("__") or callable(getattr(owner, name, None)):
+            raise MalformedError
+        if name in PLAIN_METHODS and callable(value):
+            raise MalformedError
 
     def show(self, text: str) -> None:
         """Prints the text of the solution where the tests print."""
         sys.stdout.write(text)
+
+    async def _awaited(self, value: Handle) -> Any:
+        return self.request("await", value)
 
 
 class Namespace(dict):
@@ -225,35 +234,21 @@ class Namespace(dict):
             return self[name]
         if name.startswith("__") or (hasattr(builtins, name) and name != self.entry_point):
             raise KeyError(name)
-        value = self.peer.name(name)
-        module = ALIASES.get(name, name)
+        value, module = self.peer.name(name), ALIASES.get(name, name)
         if value is SOLUTION_MODULE:  # imported here, by the name that the tests use
-            import importlib
-
             self[name] = value = importlib.import_module(module)
-        elif isinstance(value, StandIn) and name != self.entry_point and module in MODULES:
-            return ModuleOrFunction(value, module)
+        elif isinstance(value, Handle) and name != self.entry_point and module in MODULES:
+            return lambda *args, **kwargs: value(*args, **kwargs)  # a function, but no attributes of a false module
         return value
-
-
-class ModuleOrFunction:
-    """A name of both a module and a function of the solution: attributes are the module's, calls the function's."""
-
-    def __init__(self, function: StandIn, module: str) -> None:
-        self.__dict__.update(_groupax=(function, module))
-
-    def __getattr__(self, name: str) -> Any:
-        import importlib
-
-        return getattr(importlib.import_module(self._groupax[1]), name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        return self._groupax[0](*args, **kwargs)
 
 
 def main(order: dict[str, Any]) -> None:
     """Runs the tests and writes the order's token if none of them failed."""
-    reader, writer = _start_solution(order)
+    (requests, writer), (reader, replies) = os.pipe(), os.pipe()
+    spawn_untrusted(order, requests, replies, 2 if order["shows_errors"] else os.open(os.devnull, os.O_RDWR))
+    for descriptor in (requests, replies):
+        os.close(descriptor)
+    send(writer, inner_order(order))
     silent, out = take_over_streams()
     os.close(silent)
     apply_limits(order)
@@ -262,34 +257,11 @@ def main(order: dict[str, Any]) -> None:
     peer = TestPeer(reader, writer)
     builtins.exit = builtins.quit = sys.exit
     namespace, token, pid = Namespace(peer, order["entry_point"], order["stub"]), order["token"], os.getpid()
-    peer.request("load", None, order["solution"])
+    peer.request("load", order["solution"])
     namespace.run(order["tests"])
-    peer.check_silent()
     if os.getpid() == pid and not peer.is_wrong and not peer.is_broken:
         os.write(out, token)
     os._exit(0)
-
-
-def _start_solution(order: dict[str, Any]) -> tuple[int, int]:
-    """Starts the solution's process and returns the descriptors to read replies from and to write requests to."""
-    requests, to_solution = os.pipe()
-    replies, from_solution = os.pipe()
-    actions: list[Any] = [
-        (os.POSIX_SPAWN_DUP2, requests, 0),
-        (os.POSIX_SPAWN_DUP2, from_solution, 1),
-    ]
-    if not order["shows_errors"]:
-        actions.append((os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_RDWR, 0))
-    spawn_untrusted(order, actions)
-    for descriptor in (requests, from_solution):
-        os.close(descriptor)
-    own = ("tests", "token", "solution", "stub", "command", "filter", "modules", "solution_modules", "entry_point")
-    data = {name: value for name, value in order.items() if name not in own}
-    data["modules"] = order["solution_modules"]
-    view = memoryview(serialize_order(data))
-    while view:
-        view = view[os.write(to_solution, view) :]
-    return replies, to_solution
 
 
 def _watch() -> None:
@@ -297,26 +269,3 @@ def _watch() -> None:
     while not has_too_many_files():
         time.sleep(PAUSE_S)
     os._exit(1)
-
-
-def _is_own(value: Any) -> bool:
-    """Returns whether a value is an instance of a class of the tests."""
-    return type(value).__module__ == TESTS
-
-
-def _may_read(target: Any, name: str) -> bool:
-    if name in ("__name__", "__qualname__", "__doc__", "__module__"):
-        return True
-    if name.startswith("_"):
-        return False
-    kind = type(target)
-    if _is_own(target) or kind.__module__ == "_io":
-        return True
-    if kind.__module__ == "unittest.mock":
-        return not hasattr(kind, name)
-    return name in getattr(target, "__dict__", ()) and kind.__name__ == "function"
-
-
-def _is_data(target: Any, name: str) -> bool:
-    """Returns whether an attribute may be set, because it is not a method."""
-    return not name.startswith("_") and not callable(getattr(target, name, None))

@@ -44,7 +44,7 @@ def start_writing(folder: Path, tree: Any) -> Callable[[], None]:
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=_handlers(), **options)
     checkpointer = ocp.AsyncCheckpointer(handler, **options)
     with _SAVING:
-        checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(_flat(tree)))
+        checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(named_leaves(tree)))
 
     def wait() -> None:
         try:
@@ -74,7 +74,7 @@ def read(folder: Path, like: Any) -> Any:
     """
     import orbax.checkpoint as ocp
 
-    requested = _flat(like)
+    requested = named_leaves(like)
     with ocp.PyTreeCheckpointer() as checkpointer:
         stored = _stored(checkpointer, folder)
         _check(folder, stored, requested)
@@ -100,12 +100,8 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
-def named_leaves(tree: Any) -> Mapping[str, Any]:
+def named_leaves(tree: Any) -> dict[str, Any]:
     """Returns a tree's leaves by the names under which they are stored."""
-    return _flat(tree)
-
-
-def _flat(tree: Any) -> dict[str, Any]:
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     flat = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in pairs}
     assert len(flat) == len(pairs), "leaves have names of their own"

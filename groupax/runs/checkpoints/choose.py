@@ -38,12 +38,7 @@ class Saved:
 
 
 class Fault(NamedTuple):
-    """The reason why a checkpoint cannot be continued.
-
-    Attributes:
-        text: Names the checkpoint and says what is wrong.
-        was_complete: Whether it was once complete.
-    """
+    """Names a checkpoint that cannot be continued with the reason, and says whether it was once complete."""
 
     text: str
     was_complete: bool
@@ -119,53 +114,39 @@ def to_continue(resume: str, output: Store, scratch: Path, identity: Identity, e
     if resume == "never":
         return None
     faults: dict[int, Fault] = {}
-    own = next(readable_checkpoints(output, faults), None)
-    if resume == "auto":
-        if own is None:
-            _check_none_lost(faults)
-        _report_skipped(faults, emit)
-        if own is None:
-            return None
-        return own if _same_run(own, identity, emit) else None
-    if own is not None and own.state.get("origin") == resume:  # this run, which was stopped
-        _report_skipped(faults, emit)
-        _check(own, identity, emit)
-        return own
-    run, step = split_path(resume)
-    store = store_of(run, scratch)
-    if step is not None and step not in store.steps():
-        raise ValueError(f"resume: there is no checkpoint {resume}; {_there_are(store, run)}")
-    faults = {}
-    found = readable_checkpoints(store, faults)
-    saved = next((saved for saved in found if step in (None, saved.step)), None)
-    if saved is not None:
-        _report_skipped(faults if step is None else {}, emit)
-        _check(saved, identity, emit)
-        return saved
-    if step is not None:
-        raise ValueError(f"resume: {faults[step].text}; {_there_are(store, run)}")
-    if faults:
-        raise ValueError(f"resume: no checkpoint of {run} can be continued:\n{_listed(faults)}")
-    raise ValueError(f"resume: {_there_are(store, run)}")
-
-
-def _check_none_lost(faults: Mapping[int, Fault]) -> None:
-    """Checks that a run does not start over unreadable checkpoints; incomplete uploads do not count.
-
-    Raises:
-        ValueError: There are such checkpoints.
-    """
-    if any(fault.was_complete for fault in faults.values()):
+    saved, step = next(readable_checkpoints(output, faults), None), None
+    is_restarted = saved is not None and saved.state.get("origin") == resume  # this run, which was stopped
+    if resume == "auto" and saved is None and any(fault.was_complete for fault in faults.values()):
         raise ValueError(
             f"this run has checkpoints, but none of them can be continued:\n{_listed(faults)}\nNothing was changed. "
             "Use the groupax that wrote them, or start a new run: with resume='never', which moves this one aside, or "
             "in another output_dir"
         )
-
-
-def _report_skipped(faults: Mapping[int, Fault], emit: Emit) -> None:
-    for fault in faults.values():
+    if resume != "auto" and not is_restarted:
+        faults.clear()
+        saved, step = _named_checkpoint(resume, scratch, faults)
+    for fault in faults.values() if step is None else ():
         emit(Message(f"{fault.text}; it is not used", warning=True))
+    if saved is None or resume == "auto":
+        return saved if saved is not None and _same_run(saved, identity, emit) else None
+    _check(saved, identity, emit)
+    return saved
+
+
+def _named_checkpoint(resume: str, scratch: Path, faults: dict[int, Fault]) -> tuple[Saved, int | None]:
+    """Returns the checkpoint that `resume` names by its path or that of its run, and its step if it is named too."""
+    run, step = split_path(resume)
+    store = store_of(run, scratch)
+    if step is not None and step not in store.steps():
+        raise ValueError(f"resume: there is no checkpoint {resume}; {_there_are(store, run)}")
+    found = readable_checkpoints(store, faults)
+    if (saved := next((saved for saved in found if step in (None, saved.step)), None)) is not None:
+        return saved, step
+    if step is not None:
+        raise ValueError(f"resume: {faults[step].text}; {_there_are(store, run)}")
+    if faults:
+        raise ValueError(f"resume: no checkpoint of {run} can be continued:\n{_listed(faults)}")
+    raise ValueError(f"resume: {_there_are(store, run)}")
 
 
 def _listed(faults: Mapping[int, Fault]) -> str:

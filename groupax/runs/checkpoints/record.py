@@ -20,15 +20,8 @@ import jax
 import numpy as np
 import optax
 
-from groupax.data.examples import values_as_json, with_values_from_json
-from groupax.episodes.as_json import (
-    branches_as_json,
-    branches_from_json,
-    messages_as_json,
-    messages_from_json,
-    turns_as_json,
-    turns_from_json,
-)
+from groupax.data.examples import values_as_json
+from groupax.episodes.as_json import branches_as_json, messages_as_json, turns_as_json
 from groupax.models.weights.checkpoint import Model
 from groupax.objective.entropy import EntropyState
 from groupax.parallel.collectives import to_host_on_primary
@@ -38,7 +31,7 @@ from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.choose import FORMAT
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
-from groupax.runs.rollout_log import simple_column
+from groupax.runs.rollout_log import BY_NAME, rollout_of, simple_column
 from groupax.training.adapters import AdapterLearners, PolicyLearner
 from groupax.training.learner import Learner
 from groupax.training.packing import Shape
@@ -49,7 +42,6 @@ PARAMS, OPTIMIZER, REFERENCE, ROLLOUT = "params", "optimizer", "reference", "rol
 POLICIES = "policies"
 UNTRAINED = "untrained"
 SCORED = ("old_logp", "ref_logp")  # of the rows of minibatches; the rest of a row follows from its rollout
-BY_NAME = ("rewards", "extra")  # fields of a rollout that are mappings
 ROW_VALUES = "row_values"  # of the dataset's row, which an environment or a program has given it
 BRANCH_SCORES = "branch_scores"  # those of the rows of further streams of an episode
 AS_STORED = {
@@ -58,7 +50,6 @@ AS_STORED = {
     "branches": branches_as_json,
     "experts": lambda experts: None if experts is None else experts.reshape(-1),
 }
-FROM_JSON = {"turns": turns_from_json, "messages": messages_from_json, "branches": branches_from_json}
 
 
 def state_of(
@@ -260,29 +251,12 @@ def read_rollout(
     """
     import pyarrow.parquet
 
-    table = pyarrow.parquet.read_table(folder / ROLLOUT)
-    columns = {
-        name: table[name].to_pylist() if name.startswith("extra/") else _values(table[name])
-        for name in table.column_names
-    }
-    names = [field.name for field in fields(Rollout) if field.name in columns]
-    mappings = {name: [key for key in columns if key.startswith(f"{name}/")] for name in BY_NAME}
-    groups: list[list[Rollout]] = [[] for _ in range(1 + max(columns["group"]))]
-    for index, group in enumerate(columns["group"]):
-        own = {name: columns[name][index] for name in names}
-        own |= {name: read(own[name]) for name, read in FROM_JSON.items() if name in own}
-        if own.get("experts") is not None:
-            own["experts"] = own["experts"].reshape(len(own["completion_ids"]), -1)
-        if own["turn_advantages"] is not None:
-            own["turn_advantages"] = tuple(own["turn_advantages"].tolist())
-        own |= {name: {key.partition("/")[2]: columns[key][index] for key in keys} for name, keys in mappings.items()}
-        example, images = prompt_of(own["prompt_index"])
-        example = with_values_from_json(example, columns.get(ROW_VALUES, {index: None})[index])
-        groups[group].append(Rollout(example=example, images=images, **own))
+    rows = pyarrow.parquet.read_table(folder / ROLLOUT).to_pylist()
+    groups: list[list[Rollout]] = [[] for _ in range(1 + max(row["group"] for row in rows))]
     scored = []
-    for index in range(table.num_rows):
-        branches = columns.get(BRANCH_SCORES, {index: None})[index]
-        scored += [{name: columns[name][index] for name in SCORED}, *_read_branch_scores(branches)]
+    for row in rows:
+        groups[row["group"]].append(rollout_of(row, *prompt_of(row["prompt_index"])))
+        scored += map(_scores, [row, *json.loads(row.get(BRANCH_SCORES) or "[]")])
     return Experience(groups=groups, **state), scored
 
 
@@ -305,13 +279,9 @@ def _branch_scores(rows: Sequence[Row]) -> str | None:
     return json.dumps(scores) if scores else None
 
 
-def _read_branch_scores(text: str | None) -> list[dict[str, np.ndarray | None]]:
-    """Returns what `_branch_scores` has written."""
-    scores = [] if text is None else json.loads(text)
-    return [
-        {name: None if value is None else np.asarray(value, np.float32) for name, value in each.items()}
-        for each in scores
-    ]
+def _scores(row: Mapping[str, Any]) -> dict[str, np.ndarray | None]:
+    """Returns the log-probs of a row."""
+    return {name: None if row[name] is None else np.asarray(row[name], np.float32) for name in SCORED}
 
 
 def with_scores(
@@ -361,14 +331,3 @@ def _shape(record: Mapping[str, Any]) -> Shape:
 
 def _unchanged(value: Any) -> Any:
     return value
-
-
-def _values(column: Any) -> list[Any]:
-    """Returns a column's values; lists of numbers as arrays of their own dtype."""
-    import pyarrow
-
-    kind = column.type
-    if not pyarrow.types.is_list(kind) or not pyarrow.types.is_primitive(kind.value_type):
-        return column.to_pylist()
-    dtype = kind.value_type.to_pandas_dtype()
-    return [None if value is None else np.asarray(value, dtype) for value in column.to_pylist()]

@@ -3,22 +3,18 @@
 import json
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from groupax.config import GRPOConfig, RunConfig
 from groupax.episodes.record import remove_records
 from groupax.errors import PreemptedError, RunError
-from groupax.events import Emit, Message
+from groupax.events import Message
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
-from groupax.parallel.preemption import PreemptionHandler
 from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints.choose import Saved, split_path, store_of, to_continue
@@ -35,8 +31,6 @@ from groupax.storage.buckets import is_remote
 from groupax.training.adapters import PolicyLearner
 
 RECORD_BYTES = 500_000_000  # of what tools answered in earlier rollouts
-PATIENCE_S = 1800.0  # that the end of a run waits for disk space
-RETRY_END_S = 5.0  # between two attempts
 
 
 class RunSaver:
@@ -133,7 +127,6 @@ class RunSaver:
         more = self.more()
         if not processes.is_primary():
             return
-        self.folder.flush()
         self._report_unknown_metric(cursor.step)
         state = self._state(cursor, experience, policies)
 
@@ -143,14 +136,11 @@ class RunSaver:
                 more(folder)
             return begin(folder)
 
-        def write_more(folder: Path) -> None:
-            if experience is not None:
-                write_rollout(experience, folder)
-
         text = json.dumps(state)  # before the log changes
         updates = self.args.updates_per_rollout if isinstance(self.args, GRPOConfig) else 1
         kept = {(step - 1) // updates for step in self.folder.steps_with_findings()}
         published = partial(remove_records, self.folder.records, cursor.num_rollouts, RECORD_BYTES, kept)
+        write_more = partial(write_rollout, experience) if experience is not None else lambda _: None
         self.writer.save(Snapshot(cursor.step, text, begin_with_metrics, write_more, published))
 
     def _state(
@@ -206,7 +196,7 @@ class RunSaver:
             experience: The rollout in progress.
             whole: Whether cursor, experience and learner are consistent; otherwise the newest checkpoint must do.
         """
-        if cursor.step and whole:
+        if cursor.step and whole and not self.folder.is_incomplete:
             self.save_and_wait(cursor, experience)
         self.writer.wait()
         if newest := self.writer.newest():
@@ -255,23 +245,15 @@ class RunSaver:
         then, now = saved.state["versions"], versions()
         changed = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
         if changed:
-            self.log.emit(
-                Message(
-                    f"libraries have changed since: {', '.join(changed)}; numbers may differ slightly", warning=True
-                )
-            )
+            text = f"libraries have changed since: {', '.join(changed)}; numbers may differ slightly"
+            self.log.emit(Message(text, warning=True))
         devices = devices_of(self.learner.mesh)
         if saved.state["devices"] != devices:
-            self.log.emit(
-                Message(f"devices have changed from {saved.state['devices']} to {devices}; sums may round differently")
-            )
+            text = f"devices have changed from {saved.state['devices']} to {devices}; sums may round differently"
+            self.log.emit(Message(text))
         if not has_optimizer(saved.folder):
-            self.log.emit(
-                Message(
-                    "the checkpoint has no optimizer state (save_optimizer_state); it is initialized again",
-                    warning=True,
-                )
-            )
+            text = "the checkpoint has no optimizer state (save_optimizer_state); it is initialized again"
+            self.log.emit(Message(text, warning=True))
 
     def _is_candidate_for_best(self, cursor: Cursor) -> bool:
         """Returns whether the current policy was evaluated for the best checkpoint and is not saved yet."""
@@ -282,42 +264,15 @@ class RunSaver:
         name, metrics = self.args.metric_for_best_model, self.log.last | self.log.evaluated
         will_be_evaluated = step < self.args.eval_steps and name is not None and name.startswith("eval_")
         if name is not None and name not in metrics and not will_be_evaluated:
-            self.log.diagnostics.report(
-                step,
-                {
-                    "metric_for_best_model": f"metric_for_best_model is {name!r}, which is not among the metrics so far"
-                    f"; no checkpoint is the best one{nearest(name, metrics)}"
-                },
-            )
+            hint = nearest(name, metrics)
+            found = {
+                "metric_for_best_model": f"metric_for_best_model is {name!r}, which is not among the metrics so far; "
+                f"no checkpoint is the best one{hint}"
+            }
+            self.log.diagnostics.report(step, found)
 
 
 def remove_download(saved: Saved) -> None:
     """Deletes the local copy of a checkpoint from a bucket."""
     if is_remote(saved.where):
         shutil.rmtree(saved.folder, ignore_errors=True)
-
-
-def retry_while_disk_full(action: Callable[[], None], folder: RunFolder, emit: Emit, stop: PreemptionHandler) -> None:
-    """Runs an action that needs disk space or a server, and retries it for a while if it fails.
-
-    Raises:
-        RunError: It failed for `PATIENCE_S`, or the run was asked to stop meanwhile.
-    """
-    started_s, is_reported = time.monotonic(), False
-    while True:
-        try:
-            action()
-            return
-        except (OSError, RunError, SafetensorError) as error:
-            if any(processes.all_gather_object(stop.reason is not None or time.monotonic() - started_s > PATIENCE_S)):
-                raise RunError(f"the end of the run could not be saved in {folder.uri}: {error}") from error
-            if not is_reported:
-                is_reported = True
-                emit(
-                    Message(
-                        f"the end of the run cannot be saved in {folder.uri}: {error}. Make room or repair the folder; "
-                        f"it is tried again for {PATIENCE_S / 60:.0f} minutes",
-                        warning=True,
-                    )
-                )
-            time.sleep(RETRY_END_S)

@@ -122,11 +122,6 @@ class LocalStore:
         place.parent.mkdir(exist_ok=True)
         return str(self._place(step).rename(place))
 
-    def free_bytes(self) -> int:
-        """Returns the free space for folders aside."""
-        existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
-        return shutil.disk_usage(existing).free
-
     def sibling_folder(self, name: str) -> Path | None:
         """Returns a local folder with the files of another folder of the run; None if there is none."""
         folder = (self.folder / self.layout.inside if self.layout.inside else self.folder.parent) / name
@@ -200,9 +195,6 @@ class RemoteStore:
             self.remote.delete(place)
         self.remote.move(_path(step), place)
         return self.remote.url_of(place)
-
-    def free_bytes(self) -> int:
-        return shutil.disk_usage(self._create_scratch()).free
 
     def sibling_folder(self, name: str) -> Path | None:
         if not self.remote.exists(name):

@@ -3,7 +3,7 @@
     training        save(): arrays to the host ──► continues
     a thread                                  └──► files aside ► checksums ► sync to disk ► publish ► delete the oldest
 
-If a checkpoint cannot be written, a message says so, the earlier ones stay, and it is tried again.
+If a checkpoint cannot be written, a message says so, and the earlier ones stay.
 """
 
 import errno
@@ -19,8 +19,7 @@ from pathlib import Path
 from groupax.events import CheckpointSaved, Emit, Message
 from groupax.runs.checkpoints.store import STATE, Store, seal
 from groupax.settings.run import CheckpointSettings
-
-RETRY_S = 30.0  # after a checkpoint that could not be written
+from groupax.terminal.printable import error_line
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +138,6 @@ class CheckpointWriter:
         if self._failure is None:
             return True
         (step, error), self._failure = self._failure, None
-        self._due_s = time.monotonic() + RETRY_S
         if self.last_step == step:
             self.emit(Message(f"after the checkpoint of step {step} was written: {_summary(error)}", warning=True))
             return True
@@ -148,18 +146,11 @@ class CheckpointWriter:
         self.emit(
             Message(
                 f"the checkpoint of step {step} could not be written ({_summary(error)}); {whole}. Training continues "
-                f"and tries again in {RETRY_S:.0f} s; {self._advice()}",
+                f"until the next one is due; make room or repair the folder, or stop the run with SIGTERM",
                 warning=True,
             )
         )
         return False
-
-    def _advice(self) -> str:
-        try:
-            free = f"{self.store.free_bytes() / 1e9:.2f} GB are free there"
-        except OSError as error:
-            free = f"its disk does not answer ({error})"
-        return f"make room or repair the folder ({free}), or stop the run with SIGTERM"
 
     def _set_timer(self) -> None:
         minutes = self.settings.save_interval_minutes
@@ -188,8 +179,5 @@ class CheckpointWriter:
 
 def _summary(error: BaseException) -> str:
     """Returns an error in short; array libraries wrap the system's message into long texts."""
-    for message in map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)):
-        if message in str(error):
-            return message
-    text = str(error).strip() or type(error).__name__
-    return text if len(text) < 400 else f"{text[:397]}..."
+    full = os.strerror(errno.ENOSPC)
+    return full if full in str(error) else error_line(error, 400) or type(error).__name__

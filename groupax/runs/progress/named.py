@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from groupax.data.tokenizer import last_text
-from groupax.events import Event, PhaseStarted
+from groupax.events import Diagnosed, Evaluated, Event, Message, PhaseStarted
 from groupax.metrics.completions import json_numbers
 from groupax.parallel import processes
 from groupax.runs.progress.display import (
@@ -80,6 +80,15 @@ class Silent(Progress):
 
     def __call__(self, event: Event) -> None:
         """Ignores the event."""
+
+
+class Messages(Progress):
+    """A display that only passes messages to the log, with the results of evaluations."""
+
+    def __call__(self, event: Event) -> None:
+        """Passes on a message."""
+        if isinstance(event, Message | Diagnosed | Evaluated):
+            super().__call__(event)
 
 
 class JsonLines(Progress):
@@ -351,7 +360,7 @@ def sample_panel(group: Sequence[Rollout], limit: int = SAMPLE_CHARACTERS) -> An
 
 
 # By `GRPOConfig.progress_bar`.
-PROGRESS_BARS: dict[str, type[Progress]] = {"rich": Rich, "tqdm": Tqdm, "json": JsonLines, "none": Progress}
+PROGRESS_BARS: dict[str, type[Progress]] = {"rich": Rich, "tqdm": Tqdm, "json": JsonLines, "none": Messages}
 
 
 def progress_named(name: str) -> Progress:

@@ -5,6 +5,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 from groupax.evaluation.paired import p_text
@@ -12,7 +13,7 @@ from groupax.metrics.completions import first_and_last
 from groupax.runs.diagnostics import Severity, severity_of
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import headline
-from groupax.runs.report.record import BeforeAndAfter, RunRecord
+from groupax.runs.report.record import RunRecord
 from groupax.runs.rollout_log import beginning
 from groupax.terminal.printable import printable
 
@@ -45,7 +46,6 @@ TIMES_AHEAD = {
 }  # asynchronous rollouts
 EVALUATED = ("eval_*pass@1", "eval_*reward", "eval_*rewards/*", "eval_*loss", "eval_*completions/mean_length")
 TEXT_CHARACTERS = 4000
-CELL_CHARACTERS = 240  # of a text in a table
 
 Rows = list[tuple[str, ...]]
 
@@ -59,69 +59,30 @@ class Curve:
     series: Mapping[str, Sequence[float]]
 
 
-@dataclass(frozen=True)
-class Contents:
-    """The contents of a report.
-
-    Attributes:
-        title: Title of the page.
-        subject: Model, data and rewards, as a table.
-        command: Command line that repeats the run; empty for a run that was started from Python.
-        summary, settings, hardware, times, evaluations, changes, flipped: Tables whose first row is the head.
-        num_flipped: Number of items that flipped, and of those in the table if it is lower.
-        verdicts: Sentences about evaluations.
-        diagnostics: Records with `step`, `name`, `text`, `severity`, errors first.
-        curves: Curves of metrics.
-        time_split: Seconds by activity.
-        samples: Completions early and late.
-    """
-
-    title: str
-    subject: Rows
-    command: str
-    summary: Rows
-    verdicts: Sequence[str]
-    diagnostics: Sequence[Mapping[str, Any]]
-    curves: Sequence[Curve]
-    samples: Sequence[BeforeAndAfter]
-    evaluations: Rows
-    changes: Rows
-    flipped: Rows
-    num_flipped: str
-    time_split: Mapping[str, float]
-    times: Rows
-    settings: Rows
-    hardware: Rows
-
-
-def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents:
-    """Returns the contents of a run's report.
+def contents_of(run: RunRecord, price_per_hour: float | None = None) -> dict[str, Any]:
+    """Returns the contents of a run's report by name, as the templates show them. Tables have a head as first row.
 
     Args:
         run: Record of the run.
         price_per_hour: Price of a device, or of the machine if it trains on CPU.
     """
-    split = _time_split(run)
-    return Contents(
-        title=f"groupax run {run.name}",
-        subject=_subject(run),
-        command=repeating_command(run.command, run.settings) if run.command else "",
-        summary=_summary(run, price_per_hour),
-        verdicts=[f"{name}: {text}" for name, text in ((run.result or {}).get("verdicts") or {}).items()],
-        diagnostics=_by_severity(run.diagnostics),
-        curves=_curves(run),
-        samples=run.samples,
-        evaluations=_evaluations(run),
-        flipped=_flipped(run),
-        num_flipped=_num_flipped(run),
-        changes=[("held-out prompts that were answered", "better", "worse", "alike")]
-        + [(name, *(f"{count:,}" for count in counts)) for name, counts in run.changes.items()],
-        time_split=split,
-        times=_times(split),
-        settings=[("setting", "value", "default")]
-        + [(name, _plain(value), _plain(default)) for name, (value, default) in run.settings.items()],
-        hardware=_hardware(run),
-    )
+    changes = [(name, *(f"{count:,}" for count in counts)) for name, counts in run.changes.items()]
+    settings = [(name, _plain(value), _plain(default)) for name, (value, default) in run.settings.items()]
+    return {
+        "title": f"groupax run {run.name}",
+        "subject": _subject(run),
+        "command": repeating_command(run.command, run.settings) if run.command else "",
+        "summary": _summary(run, price_per_hour),
+        "verdicts": [f"{name}: {text}" for name, text in ((run.result or {}).get("verdicts") or {}).items()],
+        "diagnostics": _by_severity(run.diagnostics),
+        "curves": _curves(run),
+        "samples": run.samples,
+        "evaluations": _evaluations(run),
+        "changes": [("held-out prompts that were answered", "better", "worse", "alike"), *changes],
+        "times": _times(time_split(run)),
+        "settings": [("setting", "value", "default"), *settings],
+        "hardware": _hardware(run),
+    }
 
 
 def shown(text: str) -> str:
@@ -252,7 +213,7 @@ def _evaluations(run: RunRecord) -> Rows:
     if len(rows) == 1 and run.evaluations:
         first, last = run.evaluations[0], run.evaluations[-1]
         rows = [("", f"step {first['step']:.0f}", f"step {last['step']:.0f}")]
-        names = (name for name in last if any(_matches(name, pattern) for pattern in EVALUATED))
+        names = (name for name in last if any(fnmatchcase(name, pattern) for pattern in EVALUATED))
         rows += [(name.removeprefix("eval_"), *_logged((first, last), name)) for name in names]
     return rows if len(rows) > 1 else []
 
@@ -267,31 +228,12 @@ def _logged(lines: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     return cells
 
 
-def _flipped(run: RunRecord) -> Rows:
-    """Returns held-out items that flipped: of each the rewards and the texts before and after."""
-    rows: Rows = [("prompt", "reward", "before", "after")]
-    for each in run.flipped.values():
-        for pair in each.shown:
-            rewards = numbers([math.nan if each.reward is None else each.reward for each in (pair.before, pair.after)])
-            texts = (beginning(text, CELL_CHARACTERS) for text in (pair.prompt, pair.before.text, pair.after.text))
-            prompt, before, after = texts
-            rows.append((prompt, " → ".join(rewards).replace("nan", "-"), before, after))
-    return rows
-
-
-def _num_flipped(run: RunRecord) -> str:
-    """Returns how many items flipped, and how many of them are shown if not all are."""
-    total = sum(each.total for each in run.flipped.values())
-    num_shown = sum(len(each.shown) for each in run.flipped.values())
-    return f"{total:,}" if num_shown == total else f"{num_shown:,} of {total:,}"
-
-
 def _curves(run: RunRecord) -> list[Curve]:
     curves = []
     for title, patterns in CURVES.items():
         lines = run.evaluations if title == "evaluation" else run.metrics
         names = dict.fromkeys(name for line in (*lines[:1], *lines[-1:]) for name in line)
-        found = [name for pattern in patterns for name in names if _matches(name, pattern)]
+        found = [name for pattern in patterns for name in names if fnmatchcase(name, pattern)]
         if title == "loss" and "reward" in names:  # GRPO's says nothing about progress
             continue
         series = {name: [line.get(name, math.nan) for line in lines] for name in found}
@@ -301,13 +243,8 @@ def _curves(run: RunRecord) -> list[Curve]:
     return curves
 
 
-def _matches(name: str, pattern: str) -> bool:
-    before, star, after = pattern.partition("*")
-    long_enough = len(name) >= len(before) + len(after)
-    return long_enough and name.startswith(before) and name.endswith(after) if star else name == pattern
-
-
-def _time_split(run: RunRecord) -> dict[str, float]:
+def time_split(run: RunRecord) -> dict[str, float]:
+    """Returns the seconds of a run by activity."""
     times = TIMES if "time/rollout_s" in run.metrics[-1] else TIMES_OF_SUPERVISED
     times = TIMES_AHEAD if any("time/wait_s" in line for line in run.metrics) else times
     split = {label: run.total(name) for name, label in times.items()}

@@ -4,24 +4,22 @@ Prompts and completions may hold anything: all text is escaped, and the page all
 """
 
 import html
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from groupax.runs.progress.display import sparkline
-from groupax.runs.report.contents import Contents, Curve, Rows, contents_of, number, numbers, shown
+from groupax.runs.report.contents import Curve, Rows, contents_of, number, numbers, shown
 from groupax.runs.report.record import Answer, BeforeAndAfter, read_run
-from groupax.terminal.printable import one_line, printable
+from groupax.terminal.printable import printable
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 420, 190, 74, 32, 10
-MOST_POINTS = 300
-MAX_TITLE = 28  # characters of the title of a vertical axis
+WIDTH, HEIGHT, MOST_POINTS = 420, 140, 300  # of a curve
 PALETTE = ("#2f6fde", "#d9632a", "#2a9d6f", "#a44bc4", "#c2a400", "#d13d6b")
 NUM_SPARKS = 40  # characters of a curve in Markdown
 
@@ -49,15 +47,14 @@ def write_run_report(folder: Path, to: Path | None = None, price_per_hour: float
     return files
 
 
-def html_page(report: Contents) -> str:
+def html_page(report: Mapping[str, Any]) -> str:
     """Returns the report as HTML."""
     environment = _environment(shown, autoescape=True)
-    environment.globals |= {"curve": curve, "legend": legend, "bar": bar, "answers": _answers}
-    environment.filters["as_is"] = lambda url: Markup(html.escape(url))  # which is too long to be shown as text
+    environment.globals |= {"curve": curve, "legend": legend, "answers": _answers}
     return environment.get_template("report.html.jinja").render(report=report)
 
 
-def markdown(report: Contents) -> str:
+def markdown(report: Mapping[str, Any]) -> str:
     """Returns the report as Markdown, with curves as lines of characters."""
     environment = _environment(_inline, autoescape=False)
     environment.globals |= {"table": table, "code": code, "sparklines": sparklines, "texts": _texts}
@@ -114,15 +111,15 @@ def sparklines(curves: Sequence[Curve]) -> Rows:
     for name, values in (item for each in curves for item in each.series.items()):
         known = [value for value in values if math.isfinite(value)]
         first, last = numbers([known[0], known[-1]])
-        rows.append((name, first, sparkline(_thinned(values)), last))
+        rows.append((name, first, sparkline(thinned(values)), last))
     return rows
 
 
-def _thinned(values: Sequence[float]) -> list[float]:
-    """Returns at most `NUM_SPARKS` of the values, evenly spread, with the first and the last one."""
-    if len(values) <= NUM_SPARKS:
+def thinned(values: Sequence[Any], most: int = NUM_SPARKS) -> list[Any]:
+    """Returns at most this many of the values, evenly spread, with the first and the last one."""
+    if len(values) <= most:
         return list(values)
-    return [values[round(index * (len(values) - 1) / (NUM_SPARKS - 1))] for index in range(NUM_SPARKS)]
+    return [values[round(index * (len(values) - 1) / (most - 1))] for index in range(most)]
 
 
 def _inline(text: str) -> str:
@@ -131,94 +128,42 @@ def _inline(text: str) -> str:
     return "".join(f"\\{c}" if c in "\\`*_[]|~#" else html.escape(c, quote=False) for c in line)
 
 
-# -- curves and bars as inline SVG, in the colours of the page around them
+# -- curves as inline SVG, in the colours of the page around them
 
 
 def curve(title: str, steps: Sequence[float], series: Mapping[str, Sequence[float]]) -> Markup:
-    """Returns lines over steps; empty if no value is finite.
+    """Returns lines over steps, with the range of both; empty if no value is finite.
 
     Args:
-        title: Title of the vertical axis, and for screen readers.
+        title: Title for screen readers.
         steps: Steps, [N].
         series: Values by name, [N] each; NaN leaves a gap.
     """
-    values = np.array([list(each) for each in series.values()], float)
-    known = values[np.isfinite(values)]
-    if not known.size:
+    known = [value for values in series.values() for value in values if math.isfinite(value)]
+    if not known:
         return Markup()
-    low, high = float(known.min()), float(known.max())
-    spread = (high - low) or max(abs(high), 1.0) * 0.1
-    first, last = float(steps[0]), float(steps[-1])
-
-    def x(step: float) -> float:
-        return LEFT + (WIDTH - LEFT - 8) * (0.5 if last == first else (step - first) / (last - first))
-
-    def y(value: float) -> float:
-        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - (value - low) / spread)
-
-    ticks = list(dict.fromkeys((low, (low + high) / 2, high)))
-    parts = [
-        f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{y(at):.1f}" y2="{y(at):.1f}" class="grid"/>'
-        f'<text x="{LEFT - 6}" y="{y(at) + 4:.1f}" text-anchor="end">{label}</text>'
-        for at, label in zip(ticks, numbers(ticks), strict=True)
-    ]
-    parts += [
-        f'<text x="{x(at):.1f}" y="{HEIGHT - 18}" text-anchor="{anchor}">{at:,.0f}</text>'
-        for at, anchor in dict.fromkeys([(first, "start"), (last, "end")])
-    ]
-    middle = (TOP + HEIGHT - BOTTOM) / 2
-    parts += [
-        f'<text x="{(LEFT + WIDTH - 8) / 2}" y="{HEIGHT - 4}" text-anchor="middle">optimizer step</text>',
-        f'<text x="12" y="{middle}" transform="rotate(-90 12 {middle})" text-anchor="middle">'
-        f"{html.escape(one_line(title, MAX_TITLE))}</text>",
-    ]
-    for index, row in enumerate(values):
-        color = PALETTE[index % len(PALETTE)]
-        for points in _pieces(np.asarray(steps, float), row):
-            line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
-            if len(points) == 1:
-                [(step, value)] = points
-                parts.append(f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.5" fill="{color}"/>')
-            else:
-                parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.6"/>')
-    label = html.escape(f"{title}: {', '.join(series)}, from {number(low)} to {number(high)}")
-    return Markup(f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>')
+    low, high = min(known), max(known)
+    spread, length = (high - low) or 1.0, (steps[-1] - steps[0]) or 1.0
+    lines = []
+    for color, values in zip(itertools.cycle(PALETTE), series.values(), strict=False):
+        drawn = thinned([*zip(steps, values, strict=True)], MOST_POINTS)
+        for is_known, run in itertools.groupby(drawn, lambda point: math.isfinite(point[1])):
+            if is_known:
+                ends = ((WIDTH * (x - steps[0]) / length, HEIGHT * (high - y) / spread) for x, y in run)
+                points = " ".join(f"{x:.1f},{y:.1f}" for x, y in ends)
+                lines.append(f'<polyline points="{points}" stroke="{color}"/>')
+    label = f"{title}: {', '.join(series)}, from {number(low)} to {number(high)}"
+    range_of = f"{number(low)} to {number(high)}, steps {steps[0]:,.0f} to {steps[-1]:,.0f}"
+    return Markup(
+        f'<svg viewBox="-2 -2 {WIDTH + 4} {HEIGHT + 4}" role="img" aria-label="{html.escape(label)}">{"".join(lines)}'
+        f"</svg><small>{range_of}</small>"
+    )
 
 
 def legend(names: Iterable[str]) -> Markup:
     """Returns the colours of a curve's series."""
     marks = [
-        f'<span><i style="background:{PALETTE[index % len(PALETTE)]}"></i>{html.escape(name)}</span>'
-        for index, name in enumerate(names)
+        f'<span><i style="background:{color}"></i>{html.escape(name)}</span>'
+        for color, name in zip(itertools.cycle(PALETTE), names, strict=False)
     ]
     return Markup(f'<div class="legend">{"".join(marks)}</div>')
-
-
-def bar(parts: Mapping[str, float]) -> Markup:
-    """Returns a bar that is divided in proportion to the values."""
-    total, left, pieces = sum(parts.values()) or 1.0, 0.0, []
-    for index, (name, value) in enumerate(parts.items()):
-        width = 100 * value / total
-        pieces.append(
-            f'<rect x="{left:.2f}" width="{width:.2f}" height="6" fill="{PALETTE[index % len(PALETTE)]}">'
-            f"<title>{html.escape(name)}: {width:.0f} %</title></rect>"
-        )
-        left += width
-    label = html.escape(", ".join(f"{name} {100 * value / total:.0f} %" for name, value in parts.items()))
-    attributes = f'viewBox="0 0 100 6" preserveAspectRatio="none" class="bar" role="img" aria-label="{label}"'
-    return Markup(f"<svg {attributes}>{''.join(pieces)}</svg>")
-
-
-def _pieces(steps: np.ndarray, values: np.ndarray) -> list[list[tuple[float, float]]]:
-    """Returns the points between gaps; of long series the minimum and the maximum of each stretch."""
-    stretch = math.ceil(len(steps) / MOST_POINTS)
-    pieces: list[list[tuple[float, float]]] = [[]]
-    for start in range(0, len(steps), stretch):
-        part, at = values[start : start + stretch], steps[start : start + stretch]
-        finite = np.flatnonzero(np.isfinite(part))
-        if not finite.size:
-            pieces.append([])
-            continue
-        extremes = sorted({int(finite[part[finite].argmin()]), int(finite[part[finite].argmax()])})
-        pieces[-1] += [(float(at[index]), float(part[index])) for index in extremes]
-    return [piece for piece in pieces if piece]

@@ -1,6 +1,5 @@
 """The protocols in which completions are requested, by their paths, and their streams. Imports no jax."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
@@ -84,12 +83,10 @@ class EventStream(Response):
             async for event in self._events:
                 await send_body(self._protocol.encode_event(event))
 
-        work = None
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            work = asyncio.ensure_future(send_events())
             try:
-                await unless_disconnected(work, receive, self._deadline_s)
+                await unless_disconnected(send_events(), receive, self._deadline_s)
                 await send_body(self._protocol.end, more=False)
             except (ClientDisconnect, OSError):
                 raise
@@ -100,29 +97,26 @@ class EventStream(Response):
         except (ClientDisconnect, OSError):
             self.status_code = CLIENT_GONE
         finally:
-            if work is not None:
-                work.cancel()
             self._cancel()
             self.on_end()
 
 
-def _openai_error(error: ApiError) -> dict[str, Any]:
-    return error.body
-
-
-def _responses_error_event(error: ApiError) -> dict[str, Any]:
-    return {**error.body["error"], **error.body, "type": "error", "sequence_number": 0}
-
-
 def _openai(is_chat: bool) -> Protocol:
-    return Protocol(lambda body: Incoming(parse(body, is_chat)), ResponseBuilder, _openai_error, _openai_error, False)
+    def parsed(body: bytes) -> Incoming:
+        return Incoming(parse(body, is_chat))
+
+    return Protocol(parsed, ResponseBuilder, lambda error: error.body, lambda error: error.body, has_event_names=False)
 
 
 PROTOCOLS = {
     "/v1/completions": _openai(is_chat=False),
     "/v1/chat/completions": _openai(is_chat=True),
     "/v1/responses": Protocol(
-        responses.parse, responses.ResponseWriter, _openai_error, _responses_error_event, has_event_names=True
+        responses.parse,
+        responses.ResponseWriter,
+        lambda error: error.body,
+        lambda error: {**error.body["error"], **error.body, "type": "error", "sequence_number": 0},
+        has_event_names=True,
     ),
     "/v1/messages": Protocol(
         anthropic.parse, anthropic.MessageWriter, anthropic.error_body, anthropic.error_body, has_event_names=True

@@ -7,9 +7,9 @@ from http import HTTPStatus
 from typing import Any
 
 from groupax.data.images import URL
-from groupax.serve.chats import is_text, short, text_of
+from groupax.serve.chats import expect, is_text, text_of, tools_of
 from groupax.serve.exchange import Completion, Delta, Exchange, parts_of
-from groupax.serve.requests import EXTENSIONS, Incoming, check_known, parse_json, request_of
+from groupax.serve.requests import Incoming, chat_fields, check_known, request_of
 from groupax.serve.turns import Call, Turn
 from groupax.serve.web import ApiError
 
@@ -31,16 +31,10 @@ MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 
 
 def parse(body: bytes, counts_only: bool = False) -> Incoming:
-    """Returns the request in the body of a POST to /v1/messages; one that only counts needs no `max_tokens`.
-
-    Raises:
-        ApiError: The body is not a JSON object, or a field is missing, unknown, of another type, or not supported.
-    """
-    given = {name: value for name, value in parse_json(body).items() if value is not None}
-    check_known(given, [*SAME, *OWN, *IGNORED, *EXTENSIONS], "the request")
+    """Returns the request in the body of a POST to /v1/messages; one that only counts needs no `max_tokens`."""
+    given, chat = chat_fields(body, SAME, [*OWN, *IGNORED])
     if "max_tokens" not in given and not counts_only:
         raise ApiError(400, "max_tokens is missing", "max_tokens")
-    chat = {name: given[name] for name in given.keys() & (SAME | EXTENSIONS)}
     chat |= {"messages": _messages(given), **_tools(given), **_output(given)}
     if "stop_sequences" in given:
         chat["stop"] = given["stop_sequences"]
@@ -69,7 +63,7 @@ class MessageWriter:
     def full(self, completions: list[Completion]) -> dict[str, Any]:
         """Returns the whole message."""
         turn = self._exchange.turn(0, completions[0])
-        blocks = [_block(*part) for part in parts_of(turn)] or [_block("content", "")]
+        blocks = [_block(*part) for part in parts_of(turn) or [("content", "")]]
         reason, stop_string = _stop_reason(turn)
         message = self._message(blocks, len(completions[0].tokens))
         details = self._exchange.token_details(completions[0])
@@ -152,21 +146,18 @@ def _delta(kind: str, value: str | Call) -> dict[str, Any]:
 def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the conversation of a request as messages of a chat."""
     found = given.get("messages")
-    if not isinstance(found, list) or not found:
-        raise ApiError(400, f"messages must be a list of at least one message, got {short(found)}", "messages")
+    expect(isinstance(found, list) and found, "messages must be a list of at least one message", found)
     system = text_of(given.get("system", []), TEXT, "system", "\n\n")
     messages = [{"role": "system", "content": system}] if system else []
-    for number, message in enumerate(found):
+    for number, message in enumerate(found or ()):
         where = f"messages.{number}"
         role = message.get("role") if isinstance(message, Mapping) else None
-        if role not in ("user", "assistant"):
-            raise ApiError(400, f"{where}.role must be user or assistant, got {short(role)}", "messages")
+        expect(role in ("user", "assistant"), f"{where}.role must be user or assistant", role)
         content = message.get("content")
         blocks: Any = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
-            raise ApiError(400, f"{where}.content must be a text or a list of blocks, got {short(content)}", "messages")
-        read = _user_messages if role == "user" else _assistant_message
-        messages += read(blocks, f"{where}.content")
+        is_sound = isinstance(blocks, list) and all(isinstance(block, Mapping) for block in blocks)
+        expect(is_sound, f"{where}.content must be a text or a list of blocks", content)
+        messages += (_user_messages if role == "user" else _assistant_message)(blocks, f"{where}.content")
     return messages
 
 
@@ -222,27 +213,18 @@ def _assistant_message(blocks: list[Mapping[str, Any]], where: str) -> list[dict
 
 def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a chat about tools."""
-    fields: dict[str, Any] = {}
-    if not isinstance(given.get("tools", []), list):
-        raise ApiError(400, f"tools must be a list, got {short(given['tools'])}", "tools")
-    for number, tool in enumerate(given.get("tools", [])):
-        if not isinstance(tool, Mapping) or tool.get("type", "custom") not in ("custom", None):
-            message = f"tools.{number} must be a tool of yours with an input_schema, got {short(tool)}"
-            raise ApiError(400, message, "tools")
-        function = {"name": tool.get("name"), "description": tool.get("description")}
-        function |= {"parameters": tool.get("input_schema"), "strict": tool.get("strict")}
-        fields.setdefault("tools", []).append({"type": "function", "function": function})
-    choice = given.get("tool_choice")
+    choice, tools = given.get("tool_choice"), given.get("tools", [])
+    own = "a tool of yours with an input_schema"
+    fields: dict[str, Any] = {"tools": tools_of(tools, ("custom", None), own, "input_schema")}
     if choice is None:
         return fields
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    kind: Any = choice.get("type") if isinstance(choice, Mapping) else None
     if kind == "tool":
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    elif is_text(kind) and kind in CHOICES:
-        fields["tool_choice"] = CHOICES[kind]
     else:
-        message = f"tool_choice must have the type auto, any, tool or none, got {short(choice)}"
-        raise ApiError(400, message, "tool_choice")
+        is_known = is_text(kind) and kind in CHOICES
+        expect(is_known, "tool_choice must have the type auto, any, tool or none", choice)
+        fields["tool_choice"] = CHOICES[kind]
     if choice.get("disable_parallel_tool_use"):
         fields["parallel_tool_calls"] = False
     return fields
@@ -251,14 +233,13 @@ def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
 def _output(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the field of a chat about the format of the response."""
     config = given.get("output_config", {})
-    if not isinstance(config, Mapping):
-        raise ApiError(400, f"output_config must be an object, got {short(config)}", "output_config")
+    expect(isinstance(config, Mapping), "output_config must be an object", config)
     check_known(config, ("effort", "format"), "output_config", "output_config")
     form = config.get("format")
     if form is None:
         return {}
-    if not isinstance(form, Mapping) or form.get("type") != "json_schema":
-        raise ApiError(400, f"output_config.format must have the type json_schema, got {short(form)}", "output_config")
+    is_schema = isinstance(form, Mapping) and form.get("type") == "json_schema"
+    expect(is_schema, "output_config.format must have the type json_schema", form)
     schema = {"name": "output", "schema": form.get("schema"), "strict": True}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
@@ -269,9 +250,8 @@ def _hints(given: Mapping[str, Any]) -> dict[str, Any]:
     thinking = given.get("thinking")
     if thinking is not None:
         kind = thinking.get("type") if isinstance(thinking, Mapping) else None
-        if kind not in ("enabled", "disabled", "adaptive"):
-            message = f"thinking must have the type enabled, disabled or adaptive, got {short(thinking)}"
-            raise ApiError(400, message, "thinking")
+        is_known = kind in ("enabled", "disabled", "adaptive")
+        expect(is_known, "thinking must have the type enabled, disabled or adaptive", thinking)
         hints["enable_thinking"] = kind != "disabled"
     effort = given.get("output_config", {}).get("effort")
     return hints if effort is None else {**hints, "reasoning_effort": effort}

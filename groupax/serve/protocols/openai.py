@@ -10,11 +10,7 @@ from groupax.serve.turns import Call, Turn
 
 
 class ResponseBuilder:
-    """Builds the JSON objects of the response to one request.
-
-    Args:
-        exchange: The request and what its response is made of.
-    """
+    """Builds the JSON objects of the response to one request."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange, self.request, self.n = exchange, exchange.request, exchange.request.n

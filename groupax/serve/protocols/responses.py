@@ -5,32 +5,21 @@ Nothing is stored: every request has its whole conversation in `input`.
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from groupax.data.tokenizer import encode_texts
-from groupax.serve.chats import is_text, short, text_of
-from groupax.serve.exchange import Completion, Delta, Exchange, parts_of, tokens_of_text
-from groupax.serve.requests import EXTENSIONS, Incoming, check_known, parse_json, request_of
+from groupax.serve.chats import expect, is_text, short, text_of, tools_of
+from groupax.serve.exchange import Completion, Delta, Exchange, parts_of
+from groupax.serve.requests import Incoming, chat_fields, check_known, request_of
 from groupax.serve.turns import Call, Turn
 from groupax.serve.web import ApiError
 
 TEXTS = ("input_text", "output_text", "text")
-LOGPROBS = "message.output_text.logprobs"
-# What a response may include; all but the log-probs are parts of items that this server never has.
-INCLUDED = {
-    LOGPROBS,
-    *("reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
-    *("web_search_call.action.sources", "code_interpreter_call.outputs", "message.input_image.image_url"),
-    "computer_call_output.output.image_url",
-}
-
-
 SAME = {"model", "temperature", "top_p", "stream", "parallel_tool_calls"}
 OWN = {
-    *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning", "include"),
-    "top_logprobs",
+    *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning"),
 }
 IGNORED = {
     *("metadata", "store", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"),
@@ -40,31 +29,34 @@ IGNORED = {
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
+    "include": ([], ["reasoning.encrypted_content"]),
     "max_tool_calls": (),
     "moderation": (),
     "previous_response_id": (),
     "prompt": (),
+    "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
+HINTS: dict[str, str] = dict.fromkeys(("conversation", "previous_response_id"), "send the whole conversation as input")
+HINTS |= dict.fromkeys(
+    ("include", "top_logprobs"), "chat completions have log-probs, and return_token_ids gives them here"
+)
 ECHOED = (
-    *("instructions", "metadata", "max_output_tokens", "reasoning", "text", "tool_choice", "tools", "top_logprobs"),
-    *("truncation", "user"),
+    *("instructions", "metadata", "max_output_tokens", "reasoning", "text", "tool_choice", "tools", "truncation"),
+    "user",
 )
 
 
 def _conversation(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the conversation of a request as messages of a chat."""
-    items = given.get("input")
+    items: Any = given.get("input")
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
-    if not isinstance(items, list) or not items:
-        raise ApiError(400, f"input must be a text or a list of at least one item, got {short(items)}", "input")
-    instructions = given.get("instructions")
+    expect(isinstance(items, list) and items, "input must be a text or a list of at least one item", given.get("input"))
     messages: list[dict[str, Any]] = []
-    if instructions is not None:
-        messages.append({"role": "system", "content": text_of(instructions, TEXTS, "instructions")})
+    if given.get("instructions") is not None:
+        messages.append({"role": "system", "content": text_of(given["instructions"], TEXTS, "instructions")})
     for number, item in enumerate(items):
-        if not isinstance(item, Mapping):
-            raise ApiError(400, f"input.{number} must be an object, got {short(item)}", "input")
+        expect(isinstance(item, Mapping), f"input.{number} must be an object", item)
         _add_item(messages, item, f"input.{number}")
     return messages
 
@@ -94,13 +86,11 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: st
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
     """Returns a content as one text, or as parts of a chat if some are images."""
-    listed = content if isinstance(content, list) else []
-    images = [isinstance(part, Mapping) and part.get("type") == "input_image" for part in listed]
-    if not any(images):
+    if not any(_is_image(part) for part in (content if isinstance(content, list) else ())):
         return text_of(content, TEXTS, where)
     parts: list[dict[str, Any]] = []
-    for part, is_image in zip(listed, images, strict=True):
-        if not is_image:
+    for part in content:
+        if not _is_image(part):
             parts.append({"type": "text", "text": text_of([part], TEXTS, where)})
         elif part.get("file_id") is not None or not isinstance(part.get("image_url"), str):
             message = f"{where} must have images as image_url, a data: URL, got {short(part)}; this server has no files"
@@ -108,6 +98,10 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
         else:
             parts.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
     return parts
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "input_image"
 
 
 def _open_turn(messages: list[dict[str, Any]], has_call: bool) -> dict[str, Any]:
@@ -120,26 +114,17 @@ def _open_turn(messages: list[dict[str, Any]], has_call: bool) -> dict[str, Any]
 
 def _tool_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a chat about tools."""
-    fields: dict[str, Any] = {}
-    tools = given.get("tools", [])
-    if not isinstance(tools, list):
-        raise ApiError(400, f"tools must be a list, got {short(tools)}", "tools")
-    for number, tool in enumerate(tools):
-        if not isinstance(tool, Mapping) or tool.get("type") != "function":
-            message = f"tools.{number} must be a function of yours, got {short(tool)}"
-            raise ApiError(400, message, "tools", "unsupported_value")
-        function = {key: tool.get(key) for key in ("name", "description", "parameters", "strict")}
-        fields.setdefault("tools", []).append({"type": "function", "function": function})
-    choice = given.get("tool_choice")
+    choice, tools = given.get("tool_choice"), given.get("tools", [])
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
+    fields = {"tools": tools_of(tools, ("function",), "a function of yours", "parameters")}
     return fields if choice is None else {**fields, "tool_choice": choice}
 
 
 def _format_fields(text: Any) -> dict[str, Any]:
     """Returns the field of a chat about the format of the response."""
-    if not isinstance(text, Mapping) or not isinstance(text.get("format", {}), Mapping | None):
-        raise ApiError(400, f"text must be an object with a format, got {short(text)}", "text")
+    is_sound = isinstance(text, Mapping) and isinstance(text.get("format", {}), Mapping | None)
+    expect(is_sound, "text must be an object with a format", text)
     check_known(text, ("format", "verbosity"), "text", "text")
     form = text.get("format") or {"type": "text"}
     if form.get("type") != "json_schema":
@@ -148,40 +133,18 @@ def _format_fields(text: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
-def _logprob_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a chat about log-probs."""
-    include = given.get("include", [])
-    if not isinstance(include, list):
-        raise ApiError(400, f"include must be a list, got {short(include)}", "include")
-    unknown = next((each for each in include if not (is_text(each) and each in INCLUDED)), None)
-    if unknown is not None:
-        message = f"include has an unknown value {short(unknown)}; it may have {', '.join(sorted(INCLUDED))}"
-        raise ApiError(400, message, "include", "unsupported_value")
-    num = given.get("top_logprobs", 0)
-    return {"logprobs": True, "top_logprobs": num} if LOGPROBS in include or num != 0 else {}
-
-
 def parse(body: bytes) -> Incoming:
-    """Returns the request in the body of a POST to /v1/responses.
-
-    Raises:
-        ApiError: The body is not a JSON object, or a field is missing, unknown, of another type, or not supported.
-    """
-    given = {name: value for name, value in parse_json(body).items() if value is not None}
-    check_known(given, [*SAME, *OWN, *IGNORED, *UNSUPPORTED, *EXTENSIONS], "the request")
+    """Returns the request in the body of a POST to /v1/responses."""
+    given, chat = chat_fields(body, SAME, [*OWN, *IGNORED, *UNSUPPORTED])
     for name in given.keys() & UNSUPPORTED.keys():
         if given[name] not in UNSUPPORTED[name]:
-            hint = "; send the whole conversation as input" if name in ("conversation", "previous_response_id") else ""
-            message = f"{name}={short(given[name])} is not supported{hint}"
-            raise ApiError(400, message, name, "unsupported_value")
-    chat = {name: given[name] for name in given.keys() & (SAME | EXTENSIONS)}
+            hint = f"; {HINTS[name]}" if name in HINTS else ""
+            raise ApiError(400, f"{name}={short(given[name])} is not supported{hint}", name, "unsupported_value")
     chat |= {"messages": _conversation(given), **_tool_fields(given), **_format_fields(given.get("text", {}))}
-    chat |= _logprob_fields(given)
     if "max_output_tokens" in given:
         chat["max_tokens"] = given["max_output_tokens"]
     reasoning = given.get("reasoning", {})
-    if not isinstance(reasoning, Mapping):
-        raise ApiError(400, f"reasoning must be an object, got {short(reasoning)}", "reasoning")
+    expect(isinstance(reasoning, Mapping), "reasoning must be an object", reasoning)
     if reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
     return Incoming(request_of(chat, is_chat=True), {name: given[name] for name in ECHOED if name in given})
@@ -195,6 +158,13 @@ class _Item:
     id: str
     index: int
     text: str = ""
+    call: Call | None = None
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The fields of an event that say what grows."""
+        part = {} if self.kind == "call" else {"content_index": 0}
+        return {"item_id": self.id, "output_index": self.index, **part}
 
 
 class ResponseWriter:
@@ -207,15 +177,12 @@ class ResponseWriter:
         self._output: list[dict[str, Any]] = []
         self._num_events = 0
         self._reasoning, self._finish_reason = "", None
-        self._completion, self._num_reported = Completion(), 0  # all tokens, and those whose log-probs were sent
 
     def full(self, completions: list[Completion]) -> dict[str, Any]:
         """Returns the whole response."""
         turn = self._exchange.turn(0, completions[0])
         status = _status(turn.finish_reason)
-        logprobs = self._logprobs(completions[0], turn.content, turn.reasoning)
-        output = [_item(kind, value, _item_id(kind), status, logprobs) for kind, value in parts_of(turn)]
-        output = output or [_item("content", "", _item_id("content"), status)]
+        output = [_item(kind, value, _item_id(kind), status) for kind, value in parts_of(turn) or [("content", "")]]
         return self._response(status, output, completions[0], turn.reasoning)
 
     def first_events(self) -> list[dict[str, Any]]:
@@ -225,8 +192,7 @@ class ResponseWriter:
 
     def events(self, delta: Delta, piece: Turn, completion: Completion) -> list[dict[str, Any]]:
         """Returns the events of new tokens."""
-        del completion
-        self._completion.add(delta)
+        del delta, completion
         events = []
         self._reasoning += piece.reasoning
         self._finish_reason = piece.finish_reason
@@ -252,72 +218,42 @@ class ResponseWriter:
         self._open = item = _Item(kind, _item_id(kind), len(self._output))
         empty = Call(value.id, value.name, "") if isinstance(value, Call) else ""
         shown = _item(kind, empty, item.id, "in_progress")
-        if kind != "call":
-            shown["content"] = []
-        events = [self._event("response.output_item.added", output_index=item.index, item=shown)]
-        if kind != "call":
-            place = {"item_id": item.id, "output_index": item.index, "content_index": 0}
-            events.append(self._event("response.content_part.added", **place, part=_part(kind, "")))
-        return events
+        if kind == "call":
+            return [self._event("response.output_item.added", output_index=item.index, item=shown)]
+        return [
+            self._event("response.output_item.added", output_index=item.index, item={**shown, "content": []}),
+            self._event("response.content_part.added", **item.place, part=_part(kind, "")),
+        ]
 
     def _grown(self, value: str | Call) -> dict[str, Any]:
         """Returns the event of a part that is added to the open item."""
         item = self._open
         assert item is not None, "started"
-        place = {"item_id": item.id, "output_index": item.index}
         if isinstance(value, Call):
-            item.text = value.arguments
-            self._output.append(_item("call", value, item.id, "completed"))
-            return self._event("response.function_call_arguments.delta", **place, delta=value.arguments)
+            item.call = value
+            return self._event("response.function_call_arguments.delta", **item.place, delta=value.arguments)
         item.text += value
         if item.kind == "reasoning":
-            return self._event("response.reasoning_text.delta", **place, content_index=0, delta=value)
-        logprobs = self._new_logprobs(item.text)
-        return self._event("response.output_text.delta", **place, content_index=0, delta=value, logprobs=logprobs)
+            return self._event("response.reasoning_text.delta", **item.place, delta=value)
+        return self._event("response.output_text.delta", **item.place, delta=value, logprobs=[])
 
     def _close(self, status: str) -> list[dict[str, Any]]:
         """Returns the end of the open item."""
         if self._open is None:
             return []
         item, self._open = self._open, None
-        place = {"item_id": item.id, "output_index": item.index}
-        if item.kind == "call":
-            done = self._output[-1]
-            kind, more = "response.function_call_arguments.done", {"name": done["name"], "arguments": item.text}
-            events = [self._event(kind, **place, **more)]
+        done = _item(item.kind, item.call or item.text, item.id, "completed" if item.call else status)
+        self._output.append(done)
+        if item.call is not None:
+            more = {"name": item.call.name, "arguments": item.call.arguments}
+            events = [self._event("response.function_call_arguments.done", **item.place, **more)]
         else:
-            logprobs = self._logprobs(self._completion, item.text, self._reasoning) if item.kind == "content" else []
-            place, done = {**place, "content_index": 0}, _item(item.kind, item.text, item.id, status, logprobs)
-            self._output.append(done)
-            if item.kind == "reasoning":
-                events = [self._event("response.reasoning_text.done", **place, text=item.text)]
-            else:
-                events = [self._event("response.output_text.done", **place, text=item.text, logprobs=logprobs)]
-            part = _part(item.kind, item.text, logprobs)
-            events.append(self._event("response.content_part.done", **place, part=part))
+            kind, more = ("output_text", {"logprobs": []}) if item.kind == "content" else ("reasoning_text", {})
+            events = [
+                self._event(f"response.{kind}.done", **item.place, text=item.text, **more),
+                self._event("response.content_part.done", **item.place, part=_part(item.kind, item.text)),
+            ]
         return [*events, self._event("response.output_item.done", output_index=item.index, item=done)]
-
-    def _new_logprobs(self, text: str) -> list[dict[str, Any]]:
-        """Returns the log-probs of new tokens of a message, whose text until now is given."""
-        if self._exchange.request.logprobs is None:
-            return []
-        new = range(self._num_reported, len(self._completion.tokens))
-        if not self._num_reported or self._finish_reason is not None:  # not each time, since all tokens are decoded
-            own = self._positions(self._completion, text, self._reasoning)
-            new = range(max(own.start, self._num_reported), own.stop)
-        self._num_reported = max(self._num_reported, new.stop)
-        return _entries(self._exchange, self._completion, new)
-
-    def _logprobs(self, completion: Completion, text: str, reasoning: str) -> list[dict[str, Any]]:
-        """Returns the log-probs of the tokens of a message, if the request wants them."""
-        if self._exchange.request.logprobs is None:
-            return []
-        return _entries(self._exchange, completion, self._positions(completion, text, reasoning))
-
-    def _positions(self, completion: Completion, text: str, reasoning: str) -> range:
-        reader = self._exchange.reader
-        assert reader is not None, "responses are chats"
-        return tokens_of_text(reader.format.decode, completion.tokens, text, reasoning)
 
     def _response(
         self, status: str, output: list[dict[str, Any]], completion: Completion | None, reasoning: str
@@ -379,31 +315,16 @@ def _item_id(kind: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def _item(
-    kind: str, value: str | Call, item_id: str, status: str, logprobs: Sequence[dict[str, Any]] = ()
-) -> dict[str, Any]:
-    """Returns an item of the output; the log-probs are those of a message."""
+def _item(kind: str, value: str | Call, item_id: str, status: str) -> dict[str, Any]:
+    """Returns an item of the output."""
     if isinstance(value, Call):
         call = {"call_id": value.id, "name": value.name, "arguments": value.arguments}
         return {"type": "function_call", "id": item_id, **call, "status": status}
-    if kind == "reasoning":
-        return {"type": "reasoning", "id": item_id, "summary": [], "content": [_part(kind, value)], "status": status}
-    content = [_part(kind, value, logprobs)]
-    return {"type": "message", "id": item_id, "role": "assistant", "content": content, "status": status}
+    head = {"type": "reasoning", "summary": []} if kind == "reasoning" else {"type": "message", "role": "assistant"}
+    return {**head, "id": item_id, "content": [_part(kind, value)], "status": status}
 
 
-def _part(kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+def _part(kind: str, text: str) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
-
-
-def _entries(exchange: Exchange, completion: Completion, positions: range) -> list[dict[str, Any]]:
-    """Returns the log-probs of tokens as this protocol writes them: with bytes, though without a text they are none."""
-    some = slice(positions.start, positions.stop)
-    chosen = Completion(completion.tokens[some], completion.policy_logps[some], [], completion.alternatives[some])
-    entries = exchange.logprob_entries(chosen)
-    for entry in entries:
-        for each in (entry, *entry["top_logprobs"]):
-            each["bytes"] = each["bytes"] or []
-    return entries
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,7 +1,7 @@
 // Charts: a card with a title, a legend, a labelled reading at the pointer, and uPlot's canvas.
 
 import { el, fill, shown, visible } from "./dom.js";
-import { download, fileName, savePicture } from "./saving.js";
+import { savePicture } from "./saving.js";
 import { cssVariable } from "./state.js";
 
 const HEIGHT = 190;
@@ -23,9 +23,8 @@ export class Chart {
   /**
    * @param {string} title
    * @param {{note?: string, names?: string[], height?: number, wide?: boolean,
-   *   zoomed?: (from: number, to: number) => void, opened?: (x: number, line: object) => void, csv?: () => string}} options
-   *   `names` are metrics; `opened` is called with the x of a click and the line that is nearest to it, `csv` returns
-   *   the address of the values.
+   *   zoomed?: (from: number, to: number) => void, opened?: (x: number, line: object) => void}} options
+   *   `names` are metrics; `opened` is called with the x of a click and the line that is nearest to it.
    */
   constructor(title, options = {}) {
     this.options = options;
@@ -48,7 +47,7 @@ export class Chart {
       "section",
       { class: `chart${options.wide ? " wide" : ""}`, "aria-label": title, data: { title } },
       el("header", {}, el("h3", {}, title), names.length > 0 && title !== names[0] && el("code", { class: "metric", title: names.join("\n") }, names.length === 1 ? names[0] : `${names[0]} …`),
-        options.csv && this.saving(title)),
+        options.zoomed && this.saving(title)),
       options.note && el("p", { class: "note" }, options.note),
       el("div", { class: "plot" }, this.canvas, this.reading),
       this.legend,
@@ -241,10 +240,9 @@ export class Chart {
   }
 
   saving(title) {
-    const button = (text, what, click) => el("button", { type: "button", class: "quiet", title: what, "aria-label": `${title}: ${what}`, on: { click } }, text);
-    return el("span", { class: "saving" },
-      button("CSV", "Save all values of these runs as CSV", () => download(this.options.csv(), fileName(title, "csv"))),
-      button("PNG", "Save the chart as PNG", () => this.plot && savePicture(this.plot.ctx.canvas, title, this.entries().map(({ label, colour, dash }) => ({ label, colour, dash: dashOf(dash) })))));
+    const what = "Save the chart as PNG";
+    const click = () => this.plot && savePicture(this.plot.ctx.canvas, title, this.entries().map(({ label, colour, dash }) => ({ label, colour, dash: dashOf(dash) })));
+    return el("span", { class: "saving" }, el("button", { type: "button", class: "quiet", title: what, "aria-label": `${title}: ${what}`, on: { click } }, "PNG"));
   }
 
   /** Returns the values of the visible lines at their points nearest to x, the highest first. */

@@ -196,12 +196,7 @@ export class Curves {
 
   newCard(title, note, names) {
     const opened = (x, line) => { if (line.run) go("rollouts", { run: line.run, step: Math.round(x) }); };
-    const csv = () => {
-      const given = Object.entries({ by: this.axes.x, from: this.zoom[0], to: this.zoom[1], smooth: this.smoothing || null }).filter(([, value]) => value !== null);
-      const asked = [...given, ...shownRuns().map((run) => ["run", run]), ...this.cards.get(title).names.map((name) => ["name", name])];
-      return `/api/csv?${new URLSearchParams(asked)}`;
-    };
-    const chart = new Chart(title, { note, names, zoomed: (from, to) => this.zoomTo(from, to), opened, csv });
+    const chart = new Chart(title, { note, names, zoomed: (from, to) => this.zoomTo(from, to), opened });
     this.seen.observe(chart.card);
     return { chart, names: [], visible: false };
   }

@@ -128,8 +128,7 @@ export class Evaluations {
 
   layOut(found) {
     fill(this.body,
-      el("p", { class: "summary", role: "status" }, found.num_shown ? `${this.range(found)} of ${plural(found.num_shown, "item")}` : `none of ${plural(found.num_items, "item")}`,
-        found.num_bad > 0 && `; ${plural(found.num_bad, "line")} could not be read`),
+      el("p", { class: "summary", role: "status" }, found.num_shown ? `${this.range(found)} of ${plural(found.num_shown, "item")}` : `none of ${plural(found.num_items, "item")}`),
       found.items.map((item) => this.item(item)),
       this.pages(found));
   }

@@ -12,11 +12,6 @@ export function download(address, name) {
   Object.assign(document.createElement("a"), { href: address, download: name }).click();
 }
 
-/** Returns a name of a file for a title. */
-export function fileName(title, ending) {
-  return `${title.replace(/[^\p{L}\p{N}@.-]+/gu, "_")}.${ending}`;
-}
-
 /**
  * Saves a chart as PNG, with its title and its legend, in the colours of the page.
  *
@@ -53,7 +48,7 @@ export function savePicture(drawn, title, entries) {
   }
   canvas.toBlob((blob) => {
     const address = URL.createObjectURL(blob);
-    download(address, fileName(title, "png"));
+    download(address, `${title.replace(/[^\p{L}\p{N}@.-]+/gu, "_")}.png`);
     setTimeout(() => URL.revokeObjectURL(address), 10_000);
   });
 }

@@ -4,7 +4,7 @@ import { ask } from "./api.js";
 import { bySeverity } from "./diagnostics.js";
 import { drawn, el, failure, fill, plural, shown, visible } from "./dom.js";
 
-const NAMES = { replay: "Recompute the step", why: "Compute exact shares", bundle: "Send it to a colleague" };
+const NAMES = { replay: "Recompute the step", why: "Compute exact shares" };
 
 export class Why {
   /** `open(prompt, sample)` shows a completion in the group of its prompt. */

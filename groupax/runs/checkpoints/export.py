@@ -1,8 +1,6 @@
-"""Lists, verifies and exports the checkpoints of a run."""
+"""Exports the checkpoints of a run."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -18,37 +16,6 @@ from groupax.parallel.runtime import configure_jax
 from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.record import PARAMS, UNTRAINED
 from groupax.runs.checkpoints.store import Store, damage
-
-
-@dataclass(frozen=True, eq=False)
-class Listed:
-    """A checkpoint in a list.
-
-    Attributes:
-        step: Step of the run.
-        saved_at: Time when it was written, UTC; empty if it cannot be read.
-        metrics: Metrics of the run at that step.
-        rollout: Whether it was written between the updates on a rollout.
-    """
-
-    step: int
-    saved_at: str
-    metrics: Mapping[str, float]
-    rollout: bool
-
-
-def listed(store: Store) -> list[Listed]:
-    """Returns a run's checkpoints by their `state.json`, without verifying them."""
-    states = [(step, store.state(step)) for step in store.steps()]
-    return [
-        Listed(step, state.get("saved_at", ""), state.get("metrics", {}), state.get("rollout") is not None)
-        for step, state in states
-    ]
-
-
-def damages(store: Store) -> dict[int, str | None]:
-    """Returns what is wrong with each checkpoint by step; None if it is intact."""
-    return {step: damage(store.local(step)) for step in store.steps()}
 
 
 def export(store: Store, step: int, folder: str | os.PathLike[str]) -> Path:

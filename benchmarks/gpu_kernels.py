@@ -1,29 +1,18 @@
-"""The kernels and the temporary memory of a program that XLA compiled for a GPU, from the files that XLA writes.
+"""The kernels of a program that XLA compiled for a GPU, from the files that XLA writes.
 
 XLA's GPU compiler lowers a program to *thunks*: kernels, copies, library calls, loops and conditionals. Thunks in a
 command buffer are launched together, as one CUDA graph. For a loop or conditional outside of one, the host waits for
 its predicate, unless a loop's number of iterations is known.
 """
 
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import jax
-import numpy as np
-
-from groupax.models.config import ModelConfig
-from groupax.models.specs import model_specs
-
-ACTIVATIONS, LOGITS, COPIES = "activations", "logits", "weights' copies"
-
-_ALLOCATION = re.compile(r"^allocation \d+: size \d+, (.*):$")
-_VALUE = re.compile(r"\(size=(\d+),offset=(\d+)\): [a-z]\w*\[([\d,]*)\]")
 _LOOP = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .* while\(.*"known_trip_count":\{"n":"(\d+)"', re.MULTILINE)
 _THUNK = re.compile(r"^( *)(\d+): (k\w+) +\[[^\]]*\] *(.*)$")
 _SECTION = re.compile(r"^( *)(\w+): *$")
@@ -69,21 +58,11 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Buffer:
-    """An array in the temporary memory of a program, which it may share with others at other times."""
-
-    shape: tuple[int, ...]  # its shape
-    start: int  # its first byte
-    num_bytes: int  # its size
-
-
-@dataclass(frozen=True)
 class GpuProgram:
     """A program compiled for a GPU."""
 
     hlo: str  # its instructions as text
     thunks: Sequence[Thunk]  # its thunks
-    temporaries: Sequence[Buffer] = ()  # the arrays in its temporary memory
 
     @cached_property
     def trip_counts(self) -> Mapping[str, int]:
@@ -150,39 +129,6 @@ class GpuProgram:
         return total
 
 
-def bytes_by_kind(buffers: Sequence[Buffer], kind_of: Callable[[tuple[int, ...]], str]) -> dict[str, float]:
-    """Returns the bytes of temporary memory by kind, each byte by the largest array that is ever there."""
-    edges = np.unique([edge for each in buffers for edge in (each.start, each.start + each.num_bytes)])
-    widths, is_free = np.diff(edges), np.ones(max(len(edges) - 1, 0), bool)
-    found: dict[str, float] = {}
-    for each in sorted(buffers, key=lambda each: each.num_bytes, reverse=True):
-        first, last = np.searchsorted(edges, (each.start, each.start + each.num_bytes))
-        kind, own = kind_of(each.shape), slice(first, last)
-        found[kind] = found.get(kind, 0.0) + float(widths[own][is_free[own]].sum())
-        is_free[own] = False
-    return found
-
-
-def kind_by_shape(config: ModelConfig, num_devices: int) -> Callable[[tuple[int, ...]], str]:
-    """Returns a function that tells by an array's shape what it probably is.
-
-    Arrays with a dim for the vocabulary and none for the model are logits. Those with as many elements as a matrix of
-    the model, or those of all its layers, are copies of weights or gradients. All others are activations. The
-    vocabulary and the matrices may be split among a power of two of devices.
-    """
-    splits = [1 << power for power in range(num_devices.bit_length())]
-    vocab = {config.vocab_size // split for split in splits}
-    matrices = [math.prod(spec.shape) for spec in jax.tree.leaves(model_specs(config)) if len(spec.shape) > 1]
-    sizes = {layers * size // split for size in matrices for layers in (1, config.num_layers) for split in splits}
-
-    def kind_of(shape: tuple[int, ...]) -> str:
-        if vocab & set(shape) and config.hidden_size not in shape:
-            return LOGITS
-        return COPIES if math.prod(shape) in sizes else ACTIVATIONS
-
-    return kind_of
-
-
 def compile_for_gpu(lowered: Any) -> tuple[Any, GpuProgram]:
     """Compiles a lowered program for the GPU of its devices, which may be absent.
 
@@ -207,22 +153,9 @@ def read_gpu_program(folder: Path, name: str = "") -> GpuProgram:
     stem = found[0].name.removesuffix(".thunk_sequence.txt")
     [module] = folder.glob(f"{stem}.sm_*gpu_after_optimizations.txt")
     sequence, metadata = folder / f"{stem}.thunk_sequence_after_thunk_passes.txt", folder / f"{stem}.thunk_metadata.txt"
-    # a program that launches nothing has no sequence, and the dumps of some others lack the buffers
+    # a program that launches nothing has no sequence
     thunks = parse_thunks(sequence.read_text(), metadata.read_text()) if sequence.is_file() else []
-    buffers = "".join(path.read_text() for path in folder.glob(f"{stem}.sm_*-buffer-assignment.txt"))
-    return GpuProgram(module.read_text(), thunks, parse_temporaries(buffers))
-
-
-def parse_temporaries(text: str) -> list[Buffer]:
-    """Parses the arrays in a program's temporary memory from XLA's dump of its buffer assignment."""
-    buffers, is_temporary = [], False
-    for line in text.splitlines():
-        if allocation := _ALLOCATION.match(line):
-            is_temporary = allocation[1] == "preallocated-temp"
-        elif is_temporary and (value := _VALUE.search(line)):
-            shape = tuple(int(dim) for dim in value[3].split(",") if dim)
-            buffers.append(Buffer(shape, int(value[2]), int(value[1])))
-    return buffers
+    return GpuProgram(module.read_text(), thunks)
 
 
 def parse_thunks(sequence: str, metadata: str) -> list[Thunk]:
