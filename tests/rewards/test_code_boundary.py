@@ -189,11 +189,15 @@ r = rev(h)
 assert r.val == 2 and r.next.val == 1 and (r.next.next is None) and (r.next is h) or r.next == h
 """,
     "instances of classes of the tests": """
+class T: pass
 def total(t): return 0 if t is None else t.val + total(t.left) + total(t.right)
 def inv(t):
     if t: t.left, t.right = (inv(t.right), inv(t.left))
     return t
-def n(o): return len(o) + o[1] + o.meth(3)
+def leaf(t, v):
+    t.left = T()
+    t.left.__dict__.update(val=v, left=None, right=None)
+def name(o): return type(o).__name__
 # tests
 class T:
     def __init__(s, v, l=None, r=None): s.val, s.left, s.right = (v, l, r)
