@@ -10,7 +10,7 @@ import pytest
 
 from groupax import Engine, SamplingParams, init_model
 from groupax.engine.prefix_cache import Place
-from groupax.episodes.play import play_episodes
+from groupax.episodes.play import Prompts, play_episodes
 from groupax.episodes.rules import make_rules
 from groupax.parallel.mesh import make_mesh
 from groupax.settings.rollouts import EpisodeSettings

@@ -16,7 +16,7 @@ from groupax.data import chat as chats
 from groupax.data.chat import TemplateProcess, render, render_all
 from groupax.data.prompts import encode_examples
 from groupax.data.tokenizer import encode_prompts, load_tokenizer
-from groupax.episodes.play import play_episodes
+from groupax.episodes.play import Prompts, play_episodes
 from groupax.settings.fields import read_mapping
 from tests.conftest import SHARED, TINY
 from tests.engine.samplers import FinishedSession
@@ -189,31 +189,6 @@ def test_a_text_that_a_template_has_rendered_has_its_first_token_once(qwen, text
     [ids] = encode_prompts(tokenizer, [text])
     assert (ids == first[1]).sum() == max(1, text.count("<|bos|>"))
     assert tokenizer.decode(ids) == "<|bos|>" * (not text.startswith("<|bos|>")) + text
-
-
-# -- long texts
-
-
-def test_a_very_long_prompt_is_not_tokenized_whole(qwen, monkeypatch):
-    text = "word " * 2_000_000
-    sizes = []
-    encode = type(qwen).__call__
-    monkeypatch.setattr(
-        type(qwen), "__call__", lambda self, texts, **kw: sizes.extend(map(len, texts)) or encode(self, texts, **kw)
-    )
-    with pytest.raises(ValueError, match="prompt 0 has more than 576 tokens, at most 512 are allowed"):
-        encode_examples([{"prompt": text}], qwen, 512, "error")
-    assert encode_examples([{"prompt": text}, {"prompt": "a"}], qwen, 512, "drop").num_dropped == 1
-    assert max(sizes) < 10_000
-
-
-def test_the_end_of_a_long_prompt_is_that_of_the_whole(qwen):
-    draws = np.random.default_rng(0)
-    text = "".join(draws.choice(list("abc de\n12"), 100_000))
-    cut = encode_examples([{"prompt": text}], qwen, 300, "truncate_left")
-    assert cut.token_ids[0].tolist() == qwen(text)["input_ids"][-300:]
-    spaces = " " * 100_000 + "a"  # few tokens, though many characters
-    assert encode_examples([{"prompt": spaces}], qwen, 1000, "error").token_ids[0].tolist() == qwen(spaces)["input_ids"]
 
 
 # -- stop texts in training

@@ -13,7 +13,7 @@ import pytest
 from groupax import GRPOConfig, GRPOTrainer, init_model
 from groupax.episodes.custom import RolloutFunction, Trajectory
 from groupax.episodes.environment import EnvironmentClass, with_observation
-from groupax.episodes.play import play_episodes
+from groupax.episodes.play import Prompts, play_episodes
 from groupax.episodes.rules import make_rules
 from groupax.errors import RunError
 from groupax.settings.rollouts import EpisodeSettings

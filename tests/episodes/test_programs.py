@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from groupax import program
-from groupax.episodes.play import play_episodes
+from groupax.episodes.play import Prompts, play_episodes
 from groupax.episodes.program import Listening
 from groupax.episodes.program_server import give_back_server, take_server
 from groupax.episodes.record import Record

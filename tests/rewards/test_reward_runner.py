@@ -349,14 +349,6 @@ def test_a_refusal_is_noticed_where_signal_was_imported_by_name():
     assert run_groups(limited, groups_of(["a", "b"])) == [[[1.0, 1.0]]]
 
 
-def test_a_function_that_hangs_in_the_main_thread_is_interrupted():
-    started_s = time.monotonic()
-    groups = groups_of(["a", "b"], ["slow", "d"], ["e", "f"])
-    values = run_groups(hangs_in_the_main_thread, groups, reward_timeout_s=0.5)
-    assert time.monotonic() - started_s < 30
-    np.testing.assert_array_equal(np.array(values)[:, 0], [[1, 1], [np.nan, np.nan], [1, 1]])
-
-
 def test_a_function_cannot_end_the_program_from_the_main_thread():
     (scores,) = scores_of_all(ends_in_the_main_thread, groups_of(["a", "b"]))
     assert "raised SystemExit" in scores[0].error

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from groupax import SamplingParams, load_model
-from groupax.episodes.play import play_episodes
+from groupax.episodes.play import Prompts, play_episodes
 from groupax.errors import RewardError, RunError
 from groupax.parallel.preemption import RolloutCancelled
 from groupax.serve import client
