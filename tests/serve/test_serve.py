@@ -97,7 +97,7 @@ FAULTS = [
 CHAT_FAULTS = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of a message must be {'type'"),
     ({"top_logprobs": 1}, "top_logprobs needs logprobs=true"),
-    ({"tools": [LOOKUP, LOOKUP]}, "two tools have the name 'lookup'"),
+    ({"tools": [LOOKUP, LOOKUP]}, "tools must have different names, got 'lookup'"),
     ({"tools": [{"type": "web_search"}]}, "tools.0 must be .* got {'type': 'web_search'}"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 3}}]}, "must be a JSON schema, got 3"),
     ({"tools": [LOOKUP], "tool_choice": "any"}, "tool_choice must be one of none, auto, required"),
