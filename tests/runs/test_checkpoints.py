@@ -338,8 +338,6 @@ def fill(place):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of tensorstore, after its error
 @pytest.mark.parametrize("step", [3, 4], ids=["in the middle", "at the end"])
 def test_without_room_a_run_stops_and_loses_nothing(small_disk, earlier, caplog, step):
-    settings = {"max_steps": 4, "save_steps": 1, "save_total_limit": 0}
-
     def filling(completion_ids, trainer_state):
         if trainer_state.step == step - 1:
             trainer.run.saver.writer.wait()  # what it could not write would make room again
