@@ -2,12 +2,17 @@
 
 import importlib
 import io
+import logging
 import os
 import signal
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 from groupax import __version__
 from groupax.errors import PREEMPTED, PreemptedError, RunError
@@ -15,6 +20,7 @@ from groupax.recipes import RECIPES
 from groupax.settings.fields import nearest
 from groupax.terminal.printable import printable
 
+_python_format = warnings.formatwarning
 # Where each command is, which is imported when it runs, and what the help says of it.
 COMMANDS = {
     "train": (
@@ -141,7 +147,10 @@ def entry_point() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # escapes for characters that an old terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
-    keep_stops()
+    sys.excepthook = _print_traceback
+    warnings.formatwarning = _formatted_warning
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Visible())
     try:
         status = main()
         print(end="", flush=True)
@@ -149,3 +158,19 @@ def entry_point() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written
         status = 128 + signal.SIGPIPE
     sys.exit(status)
+
+
+class _Visible(logging.Formatter):
+    """A formatter for loggers without a handler; it escapes what a model may have written."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def _formatted_warning(*warning: Any, **more: Any) -> str:
+    return printable(_python_format(*warning, **more))
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    """Prints an uncaught exception as Python does, but escapes what a model may have written."""
+    sys.stderr.write(printable("".join(traceback.format_exception(kind, error, frames))))

@@ -114,7 +114,7 @@ def arguments(
             delattr(own, name)
         fields: tuple[Any, ...] = dataclasses.fields(own)  # pyright: ignore[reportArgumentType]
         kinds = [
-            {name: text for name, text in earlier.items() if name not in redeclared} | declared
+            {**{name: text for name, text in earlier.items() if name not in redeclared}, **declared}
             for earlier, declared in zip((parent.inert, parent.refused, parent.former), (*tables, former), strict=True)
         ]
         defaults = {
@@ -203,7 +203,7 @@ class Arguments:
         """
         types = {field.name: field.type for field in dataclasses.fields(kind)}
         taken = self.FIELDS.defaults.keys() - self.FIELDS.inert.keys() - self.FIELDS.refused.keys()
-        settings = {name: getattr(self, name) for name in taken & types.keys()} | translated
+        settings = {**{name: getattr(self, name) for name in taken & types.keys()}, **translated}
         if kind is GRPOConfig:  # evaluations are sampled like rollouts
             settings |= {f"eval_{name}": settings[name] for name in EVAL_SAMPLING if name in settings}
         for name, value in settings.items():

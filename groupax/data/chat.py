@@ -181,7 +181,7 @@ WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class TemplateError(Exception):
-    """A template failed, for this reason, at the requested value with this index; `ended` if it ended the process."""
+    """A template or tokenizer failed at the requested value with this index; `ended` if it ended the process."""
 
     def __init__(self, message: str, index: int, ended: bool) -> None:
         super().__init__(message)
@@ -201,23 +201,24 @@ class TemplateProcess:
         self._process: Any = None
         self._owner = 0
 
-    def ask(self, request: Mapping[str, Any], count: int) -> list[Any]:
+    def ask(self, request: Mapping[str, Any], count: int, deadline_s: int | None = None) -> list[Any]:
         """Returns the values that answer a request, of which the action yields `count`.
 
         Raises:
             TemplateError: The template fails, or exceeds its time or memory limit.
         """
+        deadline_s = self.deadline_s if deadline_s is None else deadline_s
         values: list[Any] = []
         with self._lock:
             process = self._running()
             try:
                 with suppress(BrokenPipeError):  # then there is no answer either
-                    process.stdin.write(json.dumps({"deadline_s": self.deadline_s, **request}) + "\n")
+                    process.stdin.write(json.dumps({"deadline_s": deadline_s, **request}) + "\n")
                     process.stdin.flush()
                 while len(values) < count:
                     line = process.stdout.readline()
                     if not line.endswith("\n"):
-                        raise TemplateError(self._ending(process.wait()), len(values), ended=True)
+                        raise TemplateError(_ending(process.wait(), deadline_s), len(values), ended=True)
                     answer = json.loads(line)
                     if "error" in answer:
                         raise TemplateError(error_line(answer["error"], 1100), len(values), ended=False)
@@ -252,10 +253,11 @@ class TemplateProcess:
             )
         return self._process
 
-    def _ending(self, status: int) -> str:
-        if status == -signal.SIGALRM:
-            return f"it was still running after {self.deadline_s} s"
-        return f"the process that runs it ended with status {status}; is there too little memory?"
+
+def _ending(status: int, deadline_s: int) -> str:
+    if status == -signal.SIGALRM:
+        return f"it was still running after {deadline_s} s"
+    return f"the process that runs it ended with status {status}; is there too little memory?"
 
 
 TEMPLATES = TemplateProcess()

@@ -259,7 +259,7 @@ class _Encoding:
         if "prompt_ids" not in examples[0]:
             arguments = _template_kwargs(examples, prompts, self.template_kwargs, self.label)
             more = {"tools": tools, "may_be_empty": self.may_be_empty}
-            return encode_prompts(self.tokenizer, prompts, arguments, self.label, **more)
+            return encode_prompts(self.tokenizer, prompts, arguments, name=self.label, **more)
         if self.template_kwargs:
             raise ValueError(
                 f"{self.label.removesuffix('prompt') or 'the dataset'} has a column prompt_ids, which "

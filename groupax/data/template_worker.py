@@ -1,8 +1,8 @@
-"""A program that renders chat templates and reads turns by response templates.
+"""A program that renders chat templates, reads turns by response templates and tries out tokenizers.
 
-It imports nothing of groupax. Chat templates are programs that come with a model, and response templates have its
-regular expressions. Both can run forever or fill the memory, even within one operation that no exception interrupts. So
-the kernel ends this process when a request takes too long, and limits its memory.
+It imports nothing of groupax. Chat templates are programs that come with a model, and response templates and tokenizers
+have its regular expressions and replacements. All can run forever or fill the memory, even within one operation that no
+exception interrupts. So the kernel ends this process when a request takes too long, and limits its memory.
 
 A request is a line of JSON, {"action": ..., **arguments}. So are its answers: one {"value": ...} for each requested
 value, up to the first {"error": ...}.
@@ -60,11 +60,22 @@ def parse_response(response_template: dict[str, Any], prefix: str, text: str) ->
     yield message, sum(event["type"] == "region_close" and event["field"] == "tool_calls" for event in events)
 
 
+def tokenize(path: str, text: str) -> Iterator[int]:
+    """Yields the number of tokens of a text, which is also decoded, by a `tokenizer.json`."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(path)
+    ids = tokenizer.encode(text).ids
+    tokenizer.decode(ids, skip_special_tokens=False)
+    yield len(ids)
+
+
 # Actions of a request, by name.
 ACTIONS: dict[str, Callable[..., Iterator[Any]]] = {
     "render": render,
     "variables": variables,
     "parse_response": parse_response,
+    "tokenize": tokenize,
 }
 
 

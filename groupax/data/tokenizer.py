@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from groupax.data.chat import CHAT_TEMPLATES, render_all
+from groupax.data.chat import CHAT_TEMPLATES, TEMPLATES, TemplateError, render_all
 from groupax.data.files import check_characters
 from groupax.storage.folders import MAX_JSON_BYTES, READ, check_links, read_json
 from groupax.terminal.printable import error_line, short_repr
@@ -19,10 +20,21 @@ from groupax.types import Prompt
 
 # Classes of tokenizers that are fully described by `tokenizer.json`.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+CHARACTERS_PER_TOKEN = 8  # more than most texts have
+SPARE_TOKENS = 64  # encoded in addition to the longest prompt, so that cutting the text changes none of the last tokens
 CONTEXT_TOKENS = 8  # tokens of a prompt with which a completion is decoded
 REPLACEMENT = "\ufffd"  # decoded for the bytes of an incomplete character
 # Without any of these files transformers creates a tokenizer of special tokens only for some families.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model*", "*.model", "vocab.json", "vocab.txt", "tekken.json")
+
+# Parts of `tokenizer.json` that replace, cut and add text, and signs of those that are more than a fixed rule.
+RULES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+RISKY = re.compile(r'"(Regex|Replace|Precompiled|Prepend|continuing_subword_prefix)"|.{4096}', re.DOTALL)
+# Encoded by a new tokenizer before any other text, together with the texts that its rules name.
+TRIAL = f"{'a' * 48}! {'1' * 48}! {' ' * 48}!\n{''.join(map(chr, range(0x20, 0x530)))}"
+TRIAL += " 東京 ひらがな カタカナ 한국어 हिन्दी עברית العربية ไทย 🙂"
+TRIAL_CHARACTERS = 1 << 14  # most of the rules' texts that are encoded
+TRIAL_DEADLINE_S = 60
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +49,14 @@ def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = N
         chat_template: Name in `CHAT_TEMPLATES` or file of a template that replaces the tokenizer's own.
 
     Raises:
-        ValueError: The tokenizer is missing, damaged or Python code, or there is no such template.
+        ValueError: The tokenizer is missing, damaged or Python code, needs more time or memory for a short text than
+            any does, or there is no such template.
     """
     folder = Path(folder)
     if folder.is_dir():
         _check_files(folder)
+        if (folder / "tokenizer.json").is_file():
+            _try_out(folder / "tokenizer.json")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if _is_generic(folder):
         # AutoTokenizer chooses by the model's type, and would split text as that family does whatever the files say; it
@@ -97,6 +112,37 @@ def _check_files(folder: Path) -> None:
                 raise ValueError(
                     f"{folder / 'tokenizer_config.json'} has {key}={short_repr(named)}, which is not one of its files"
                 )
+
+
+def _try_out(path: Path) -> None:
+    """Encodes and decodes a text in the limited process, unless the rules of `tokenizer.json` are all harmless.
+
+    Rules may be regular expressions that take forever, and replacements that make 10^12 characters of one.
+
+    Raises:
+        ValueError: That fails, or takes too long or too much memory.
+    """
+    content = read_json(path)
+    rules = json.dumps([content.get(name) for name in RULES])
+    if not RISKY.search(rules):
+        return
+    texts = " ".join(text[:1024] for text in _texts_of(json.loads(rules)))
+    request = {"action": "tokenize", "path": str(path.absolute()), "text": f"{TRIAL} {texts[:TRIAL_CHARACTERS]}"}
+    try:
+        TEMPLATES.ask(request, 1, TRIAL_DEADLINE_S)
+    except TemplateError as fault:
+        raise ValueError(
+            f"{path} cannot be used: it fails with a text of {len(request['text']):,} characters, for which {fault}; "
+            "download the file again, or do not trust it"
+        ) from fault
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts_of(each)
 
 
 def _read_optional(path: Path) -> dict[str, Any]:
@@ -167,6 +213,7 @@ def encode_prompts(
     tokenizer: Any,
     prompts: Sequence[Any],
     template_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    max_tokens: int | None = None,
     name: str = "prompt",
     tools: Sequence[Sequence[Mapping[str, Any]]] | None = None,
     may_be_empty: bool = False,
@@ -174,6 +221,8 @@ def encode_prompts(
     """Returns the token ids of each prompt: a string is encoded directly, messages are rendered by the chat template.
 
     Args:
+        max_tokens: Limit beyond which a prompt need not be complete: of a longer prompt, an end that exceeds the limit
+            may be encoded instead. None encodes everything.
         may_be_empty: Whether a conversation needs no text, e.g. since an environment adds to it.
 
     Raises:
@@ -202,7 +251,21 @@ def encode_prompts(
         next(rendered_texts) if flag else _checked_text(prompt, given, own, f"{name} {index}")
         for index, (prompt, given, own, flag) in enumerate(zip(prompts, arguments, tools, rendered, strict=True))
     ]
-    return encode_texts(tokenizer, texts, rendered)
+    return (
+        encode_texts(tokenizer, texts, rendered)
+        if max_tokens is None
+        else encode_within(tokenizer, texts, rendered, max_tokens)
+    )
+
+
+def encode_within(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool], max_tokens: int) -> list[np.ndarray]:
+    """Returns the token ids of each text, or of an end that has more than `max_tokens` if the whole text does."""
+    longest = CHARACTERS_PER_TOKEN * (max_tokens + SPARE_TOKENS)
+    encoded = encode_texts(tokenizer, [text if len(text) <= longest else "" for text in texts], rendered)
+    for index, text in enumerate(texts):
+        if len(text) > longest:
+            encoded[index] = _encode_end(tokenizer, text, rendered[index], max_tokens)
+    return encoded
 
 
 def _checked_text(
@@ -220,6 +283,18 @@ def _checked_text(
         )
     check_characters(prompt, name)
     return prompt
+
+
+def _encode_end(tokenizer: Any, text: str, rendered: bool, max_tokens: int) -> np.ndarray:
+    """Returns the token ids of a text, or of an end of it with more than `max_tokens` tokens."""
+    num_characters = CHARACTERS_PER_TOKEN * (max_tokens + SPARE_TOKENS)
+    while num_characters < len(text):
+        [ids] = encode_texts(tokenizer, [text[-num_characters:]], [rendered])
+        if len(ids) > max_tokens + SPARE_TOKENS:
+            return ids
+        num_characters *= 4
+    [ids] = encode_texts(tokenizer, [text], [rendered])
+    return ids
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool]) -> list[np.ndarray]:

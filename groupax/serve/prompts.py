@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from groupax.constraints import HEADER, ConstraintCompiler, rule, supported
 from groupax.data.chat import render, unknown_template_kwargs
 from groupax.data.prompts import ImageEncoder
-from groupax.data.tokenizer import decode, encode_prompts, encode_texts
+from groupax.data.tokenizer import decode, encode_prompts, encode_texts, encode_within
 from groupax.engine.engine import Engine
 from groupax.errors import MissingPackageError
 from groupax.serve.chats import Text, decoded_images
@@ -134,7 +134,7 @@ def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_m
     if isinstance(request, ChatRequest):
         prompts, images, reader = encoded_chat(request, model, incoming.hints)
     else:
-        prompts = encoded(request, model.tokenizer)
+        prompts = encoded(request, model.tokenizer, model.max_positions)
         for ids in prompts:
             model.check_text(ids, "prompt")
     if images is not None and request.num_prompt_logprobs is not None:
@@ -190,11 +190,15 @@ def _sampling_params(
     return params
 
 
-def encoded(request: Request, tokenizer: Any) -> list[np.ndarray]:
-    """Returns the token ids of each prompt of a request for completions."""
+def encoded(request: Request, tokenizer: Any, max_positions: int) -> list[np.ndarray]:
+    """Returns the token ids of each prompt of a request for completions.
+
+    Encoding megabytes takes seconds and hundreds of megabytes: of a text that is too long for the model only an end is
+    encoded, which is too long as well.
+    """
     texts = [prompt for prompt in request.prompts if not _is_ids(prompt)]
     with bad_request("prompt", "the prompt cannot be encoded: "):
-        ids = iter(encode_prompts(tokenizer, texts))
+        ids = iter(encode_prompts(tokenizer, texts, max_tokens=max_positions))
     return [np.asarray(prompt, np.int32) if _is_ids(prompt) else next(ids) for prompt in request.prompts]
 
 
@@ -223,7 +227,7 @@ def encoded_chat(
             own, images = model.encoder.encode(prompt.text, decoded_images(urls), is_rendered=True)
             ids = [own]
         else:
-            ids = encode_texts(model.tokenizer, [prompt.text], [True])
+            ids = encode_within(model.tokenizer, [prompt.text], [True], model.max_positions)
             model.check_text(ids[0], "messages")
     reader = TurnReader(
         format=turn_format,

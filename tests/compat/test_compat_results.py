@@ -11,7 +11,7 @@ from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.fields import CompatWarning
 from groupax.compat.trl.base import BaseTrainer
 from groupax.compat.trl.policy import own_generate
-from groupax.compat.trl.streams import check_streams, evaluation_rows, training_rows
+from groupax.compat.trl.streams import evaluation_rows, training_rows
 from groupax.events import RunEnded, RunStarted, StepEnded
 from tests.training.test_trainer import PROMPTS, count_a
 

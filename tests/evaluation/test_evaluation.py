@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from groupax.cli.summary import BeforeAfter, show, write_report
+from groupax.cli.summary import show, write_report
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation, find_correctness_reward
 from groupax.evaluation.items import (
     ACCURACY_REWARDS,
@@ -303,7 +303,6 @@ def test_a_verdict_without_progress_says_where_to_look(tmp_path, solved, rewards
         Evaluation({"eval": SetEvaluation(items, estimates(items), metrics, SamplingParams(temperature=0.0), "r", {})})
         for items in ([an_item(str(index), [index < num]) for index in range(num_items)] for num in solved)
     )
-    report = BeforeAfter(before, after, TrainResult(2, 1.0, 1.0, {}), {"used": 1, "dropped": 0, "truncated": 0})
     lines = [{"step": float(step), "reward": reward} for step, reward in enumerate([rewards[0], None, rewards[1]])]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     show(write_report(before, after, TrainResult(2, 1.0, 1.0, {}), counts, tmp_path))

@@ -9,10 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-from groupax.parallel.accelerators import GPU_FLAGS, GPU_MEMORY_FRAC, GPUS, GpuHosts, gpu_hosts
-from groupax.parallel.runtime import _use_most_of_a_gpu
-from groupax.planning.devices import prepare
 from groupax.planning.kernels import (
     Buffer,
     GpuProgram,
@@ -20,6 +16,10 @@ from groupax.planning.kernels import (
     parse_temporaries,
     parse_thunks,
 )
+
+from groupax.parallel.accelerators import GPU_FLAGS, GPU_MEMORY_FRAC, GPUS, GpuHosts, gpu_hosts
+from groupax.parallel.runtime import _use_most_of_a_gpu
+from groupax.planning.devices import prepare
 
 CUDA = Path(__file__).parents[2] / "build" / "cuda"
 needs_cuda = pytest.mark.skipif(

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import zlib
 from types import SimpleNamespace
 
 import jax

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from groupax.replay.causes import parsed_condition, to_blame
 
 from groupax import bisect_run, init_model
 from groupax.replay.bisect import bisected
-from groupax.replay.causes import halved, parsed_condition, to_blame
 from groupax.replay.influence import influence_of
 from groupax.replay.recorded import recorded_run
 from groupax.replay.session import settings_of

@@ -4,12 +4,12 @@ import json
 import shutil
 
 import pytest
+from groupax.replay.causes import parsed_condition
 
 from groupax import init_model, replay_step
 from groupax.cli.main import main
 from groupax.episodes.record import NOT_RECORDED, Question, Record, remove_records
 from groupax.replay.bisect import first_line
-from groupax.replay.causes import parsed_condition
 from groupax.replay.outcome import comparison
 from groupax.replay.recorded import recorded_run
 from groupax.runs.step_record import STAGES, parsed_records

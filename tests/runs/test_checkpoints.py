@@ -19,7 +19,6 @@ from groupax.evaluation.evaluate import Evaluation
 from groupax.evaluation.items import ONLY_SET
 from groupax.parallel.collectives import weights_digest
 from groupax.parallel.mesh import AXES
-from groupax.runs.checkpoints import writer
 from groupax.runs.checkpoints.choose import readable_checkpoints
 from groupax.runs.checkpoints.store import LocalStore, RemoteStore, damage, seal
 from groupax.storage.buckets import RemoteFolder
@@ -339,8 +338,6 @@ def fill(place):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of tensorstore, after its error
 @pytest.mark.parametrize("step", [3, 4], ids=["in the middle", "at the end"])
 def test_without_room_a_run_stops_and_loses_nothing(small_disk, earlier, caplog, step):
-    settings = {"max_steps": 4, "save_steps": 1, "save_total_limit": 0}
-
     def filling(completion_ids, trainer_state):
         if trainer_state.step == step - 1:
             trainer.run.saver.writer.wait()  # what it could not write would make room again

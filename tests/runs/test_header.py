@@ -6,9 +6,9 @@ import shutil
 import subprocess
 
 import pytest
+from groupax.runs.process import commit_of
 
 from groupax.cli.main import main
-from groupax.runs.process import commit_of
 from groupax.view.overview import overview
 from groupax.view.runs import Run
 from tests.training.test_trainer import a_trainer, count_a

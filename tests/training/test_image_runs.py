@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from groupax import bundle_step, init_model, replay_bundle, replay_step
+from groupax import init_model, replay_step
 from groupax.cli.main import main
 from groupax.config import GRPOConfig
 from groupax.data.files import read_rows

@@ -11,7 +11,6 @@ from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model, load_mo
 from groupax.engine.core import EngineCore
 from groupax.errors import RewardError
 from groupax.metrics.completions import is_measured, window_mean
-from groupax.parallel.runtime import LARGE_PROGRAMS, compilation
 from groupax.types import Row
 from tests.conftest import TINY, assert_trees_match
 from tests.data.test_config_and_data import a_tokenizer

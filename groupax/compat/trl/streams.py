@@ -16,6 +16,7 @@ from groupax.compat.trl.batches import TRLSchedule
 
 MAX_ROWS = 50_000_000  # of a stream that is read into memory
 
+
 def is_stream(dataset: Any) -> bool:
     """Returns whether a dataset is a streaming one of `datasets`."""
     loaded = sys.modules.get("datasets")
