@@ -24,7 +24,10 @@ from groupax.parallel.mesh import make_mesh
 from groupax.rewards.model import RewardModel
 from groupax.training.state import cast_params
 from groupax.training.step import ROUTER_LOSS
-from tests.conftest import assert_trees_match, one_device_mesh
+from tests.conftest import TINY, assert_trees_match, one_device_mesh
+from tests.data.test_config_and_data import a_tokenizer
+from tests.parallel.test_mesh import after_updates
+from tests.rewards.test_rewards import rollouts_of
 
 BASE = {
     "vocab_size": 96,

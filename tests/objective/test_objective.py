@@ -12,7 +12,7 @@ from groupax.metrics.completions import reward_metrics
 from groupax.objective.advantages import group_advantages
 from groupax.objective.aggregation import Denominators, seq_mean_token_sum_norm, token_mean
 from groupax.objective.losses import LOSSES, ppo_clip_loss
-from groupax.objective.objective import LossInputs, policy_objective
+from groupax.objective.objective import LossInputs, policy_objective, zero_metrics
 from groupax.objective.ratios import ESTIMATORS, RATIOS
 from groupax.settings.objective import (
     CLIPPED,
