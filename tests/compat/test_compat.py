@@ -382,15 +382,17 @@ def test_easydel_models(folder):
         gradient_checkpointing=ed.EasyDeLGradientCheckPointers.NOTHING_SAVEABLE,
     )
     load = partial(ed.AutoEasyDeLModelForCausalLM.from_pretrained, folder, auto_shard_model=True, config_kwargs=config)
-    with pytest.warns(CompatWarning, match="attn_softmax_dtype=bfloat16: groupax computes the softmax .* in float32"):
+    with pytest.warns(CompatWarning) as warned:
         model = load(sharding_axis_dims=(1, -1, 1, 1, 1), param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
+    text = " ".join(str(each.message) for each in warned)
+    assert "attn_softmax_dtype=bfloat16: groupax computes the softmax of attention in float32" in text
     assert model.model.params["layers"][0]["gate"].addressable_shards[0].data.shape[1] * 4 == 32
     settings = {"gradient_checkpointing": "full", "kv_cache_dtype": "bfloat16", "dtype": "bfloat16"}
     assert model.trainer_settings == {**settings, "attn_implementation": "plain"}
     assert model.model.config.max_positions == 512
     assert model.model.params["embed"].dtype == jnp.bfloat16
     with pytest.raises(TypeError, match="no argument 'sharding_axis'"):
-        load(sharding_axis=1)
+        ed.AutoEasyDeLModelForCausalLM.from_pretrained(folder, sharding_axis=1)
 
 
 # -- trainers
