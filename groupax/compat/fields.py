@@ -1,14 +1,17 @@
 """Settings with the field names and defaults of another library. Imports no jax.
 
-A class of settings is one table: each field is declared with its default and with what becomes of it: `same`, `inert`,
-`refused` or `former`. Fields that are declared plainly are translated by the code of their class.
+A class of settings declares the fields that take part in a run, and tables of the others: those without effect in
+groupax and those that it cannot honour, each with the reason, and former names. A field that is a setting of groupax's
+config too has its value unless the class translates it.
 """
 
+import ast
 import dataclasses
+import inspect
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -19,8 +22,8 @@ from groupax.settings.fields import nearest, shown
 from groupax.settings.sampling import EvalSamplingSettings
 
 T = TypeVar("T", bound="Arguments")
-U = TypeVar("U")
 ConfigT = TypeVar("ConfigT", GRPOConfig, SFTConfig)
+NOTHING: Mapping[str, str] = MappingProxyType({})
 MAX_NUMBER = 1e15  # largest magnitude of a numeric setting
 # Sampling parameters that evaluations do not inherit from rollouts.
 EVAL_SAMPLING = tuple(EvalSamplingSettings().eval_sampling)
@@ -46,32 +49,6 @@ def _is_within(module: str, file: str) -> bool:
 # -- classes of settings
 
 
-def same(default: Any) -> Any:
-    """Returns a field whose value is that of groupax's setting of the same name."""
-    return _declared(default, "same", "")
-
-
-def inert(why: str) -> Callable[[Any], Any]:
-    """Returns what declares fields without effect in groupax, for a reason, from their defaults."""
-    return lambda default: _declared(default, "inert", why)
-
-
-def refused(default: Any, why: str) -> Any:
-    """Returns a field that may only have its default, with the reason and what to do instead."""
-    return _declared(default, "refused", why)
-
-
-def former(current: str) -> Any:
-    """Returns a field that is a former name of another one."""
-    return _declared(None, "former", current)
-
-
-def _declared(default: Any, kind: str, text: str) -> Any:
-    if isinstance(default, list):  # an empty one
-        return dataclasses.field(default_factory=list, metadata={kind: text})
-    return dataclasses.field(default=default, metadata={kind: text})
-
-
 @dataclass(frozen=True)
 class Fields:
     """The fields of another library's config.
@@ -79,60 +56,81 @@ class Fields:
     Attributes:
         library: Name of the library.
         defaults: Default of every field that is not a former name.
-        declared: Kind and text of each declared field: "same", "inert", "refused" or "former".
+        inert: Fields without effect in groupax, each with the reason.
+        refused: Fields that may only have their default, each with the reason and what to do instead.
+        former: Former names, each with the present one.
     """
 
     library: str
     defaults: Mapping[str, Any]
-    declared: Mapping[str, tuple[str, str]]
-
-    def of(self, kind: str) -> dict[str, str]:
-        """Returns the fields of a kind, each with its text: the reason, or the current name."""
-        return {name: text for name, (own, text) in self.declared.items() if own == kind}
+    inert: Mapping[str, str]
+    refused: Mapping[str, str]
+    former: Mapping[str, str]
 
 
-NO_FIELDS = Fields("", {}, {})
+NO_FIELDS = Fields("", {}, {}, {}, {})
 
 
-def arguments(library: str, like: type["Arguments"] | None = None) -> Callable[[type[T]], type[T]]:
-    """Returns a class decorator that makes a dataclass of declared fields, with their table in `FIELDS`.
+def arguments(
+    library: str,
+    inert: Mapping[str, str] = NOTHING,
+    refused: Mapping[str, str] = NOTHING,
+    former: Mapping[str, str] = NOTHING,
+) -> Callable[[type[T]], type[T]]:
+    """Returns a class decorator that makes a dataclass of settings, with their table in `FIELDS`.
 
     Args:
         library: Name of the library that the fields come from.
-        like: Another such class, whose declarations hold for fields of the same names.
+        inert: Fields without effect in groupax as texts like "name=default other=None", by the reason.
+        refused: Fields that may only have their default, likewise.
+        former: Former names, each with the present one.
     """
 
     def complete(cls: type[T]) -> type[T]:
+        parent: Fields = getattr(cls, "FIELDS", NO_FIELDS)
+        annotations: dict[str, Any] = inspect.get_annotations(cls)
+        tables: list[dict[str, str]] = []
+        redeclared = {*annotations, *former}
+        for table in (inert, refused):
+            tables.append({name: reason for reason, text in table.items() for name in _defaults(text)})
+            redeclared |= tables[-1].keys()
+            for reason, text in table.items():
+                help_text = f"Has no effect in groupax: {reason}." if table is inert else f"Not supported: {reason}."
+                for name, default in _defaults(text).items():
+                    metadata = {"help": help_text.replace("%", "%%")}
+                    annotations[name] = type(default) if default is not None else str | None
+                    field = dataclasses.field(default=default, metadata=metadata)
+                    if default == []:
+                        annotations[name] = list[str]
+                        field = dataclasses.field(default_factory=list, metadata=metadata)
+                    setattr(cls, name, field)
+        for name in former:
+            annotations[name] = str | None
+            setattr(cls, name, None)
+        cls.__annotations__ = annotations
         own = dataclass(cls, repr=False)
+        own.__init__.__annotations__.clear()  # it accepts and converts more than the fields store
+        for name in former:  # reading one reads the present name
+            delattr(own, name)
         fields: tuple[Any, ...] = dataclasses.fields(own)  # pyright: ignore[reportArgumentType]
-        declared: dict[str, tuple[str, str]] = {}
-        for each in (own.__mro__[1], like):
-            declared |= getattr(each, "FIELDS", NO_FIELDS).declared
-        for field in fields:
-            if (kind := next(iter(field.metadata), "help")) != "help":
-                text = field.metadata[kind]
-                declared[field.name] = kind, text
-                shown = {"help": f"Has no effect in groupax: {text}.".replace("%", "%%")} if kind == "inert" else {}
-                field.metadata = MappingProxyType(shown)  # which parsers of command lines read
-            elif field.name in vars(cls).get("__annotations__", {}):
-                declared.pop(field.name, None)
-        names = {field.name for field in fields}
-        declared = {name: each for name, each in declared.items() if name in names}
+        kinds = [
+            {name: text for name, text in earlier.items() if name not in redeclared} | dict(declared)
+            for earlier, declared in zip((parent.inert, parent.refused, parent.former), (*tables, former), strict=True)
+        ]
         defaults = {
             field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             for field in fields
-            if declared.get(field.name, ("",))[0] != "former"
+            if field.name not in kinds[2]
         }
-        own.FIELDS = Fields(library, defaults, declared)
-        return accepting_more(own)
+        own.FIELDS = Fields(library, defaults, *kinds)
+        return own
 
     return complete
 
 
-def accepting_more(cls: type[U]) -> type[U]:
-    """Removes the annotations of a dataclass's constructor, which accepts and converts more than its fields store."""
-    cls.__init__.__annotations__.clear()
-    return cls
+def _defaults(text: str) -> dict[str, Any]:
+    """Returns the fields of a text like "name=default other=None", each with its default."""
+    return {name: ast.literal_eval(value) for name, _, value in (each.partition("=") for each in text.split())}
 
 
 class Arguments:
@@ -143,8 +141,6 @@ class Arguments:
     """
 
     FIELDS: ClassVar[Fields]
-    # Attributes of the other library that do not exist here, each with the reason or what to do instead.
-    ABSENT: ClassVar[Mapping[str, str]] = {}
 
     def __new__(cls: type[T], *values: Any, **settings: Any) -> T:
         """Refuses unknown names, which the generated constructor would refuse without naming the nearest."""
@@ -152,35 +148,32 @@ class Arguments:
         known = {field.name for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
         for name in settings:
             if name not in known:
-                raise TypeError(f"{cls.__name__} has no field {name!r}{nearest(name, known)}")
+                raise TypeError(f"{cls.__name__} {_unknown(name, known, cls.FIELDS)}")
         return object.__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
         fields = self.FIELDS
-        kind, text = fields.declared.get(name, ("", ""))
-        if kind == "former":
+        if name in fields.former:
             if value is not None:  # a former name that is used
-                setattr(self, text, value)
+                setattr(self, fields.former[name], value)
             return
         if name not in fields.defaults:
             if type(self).__module__.partition(".")[0] == "groupax":
-                raise TypeError(f"{type(self).__name__} has no field {name!r}{nearest(name, fields.defaults)}")
-        elif kind == "refused":
+                raise TypeError(f"{type(self).__name__} {_unknown(name, fields.defaults, fields)}")
+        elif name in fields.refused:
             if value != fields.defaults[name]:
-                raise ValueError(f"{name}={shown(value)} is not supported: {text}")
-        elif kind != "inert":
+                raise ValueError(f"{name}={shown(value)} is not supported: {fields.refused[name]}")
+        elif name in fields.inert:
+            if value != fields.defaults[name]:
+                warn(f"{fields.library}'s {name}={value!r} changes nothing in groupax: {fields.inert[name]}")
+        else:
             value = as_number(name, value, fields.defaults[name])
-        elif value != fields.defaults[name]:
-            warn(f"{fields.library}'s {name}={value!r} changes nothing in groupax: {text}")
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        kind, text = self.FIELDS.declared.get(name, ("", ""))
-        if kind == "former":
-            return getattr(self, text)
-        if name in self.ABSENT:
-            raise AttributeError(f"{type(self).__name__} has no {name}: {self.ABSENT[name]}")
-        raise AttributeError(f"{type(self).__name__} has no field {name!r}{nearest(name, self.FIELDS.defaults)}")
+        if name in self.FIELDS.former:
+            return getattr(self, self.FIELDS.former[name])
+        raise AttributeError(f"{type(self).__name__} {_unknown(name, self.FIELDS.defaults, self.FIELDS)}")
 
     def __repr__(self) -> str:
         defaults = self.FIELDS.defaults
@@ -189,22 +182,45 @@ class Arguments:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every field with its value, without former names."""
-        former = self.FIELDS.of("former")
         names = (field.name for field in dataclasses.fields(self))  # pyright: ignore[reportArgumentType]
-        return {name: getattr(self, name) for name in names if name not in former}
+        return {name: getattr(self, name) for name in names if name not in self.FIELDS.former}
 
-    def to_sanitized_dict(self) -> dict[str, Any]:
-        """Returns every field, those that are no numbers or texts as texts."""
-        plain = (bool, int, float, str)
-        return {name: value if type(value) in plain else str(value) for name, value in self.to_dict().items()}
+    def as_native(
+        self,
+        translated: Mapping[str, Any],
+        origins: Mapping[str, str] = NOTHING,
+        kind: type[ConfigT] = GRPOConfig,
+    ) -> ConfigT:
+        """Returns a config of groupax, with integers converted to floats where the field is a float.
 
-    def to_json_string(self) -> str:
-        """Returns the fields as JSON text; what JSON cannot express as its Python representation."""
-        return json.dumps(self.to_dict(), indent=2, default=repr)
+        Args:
+            translated: Settings of groupax that are not the fields of the same names.
+            origins: The user's settings behind settings of groupax of another name, for error messages.
+            kind: Class of the config.
 
-    def same_settings(self) -> dict[str, Any]:
-        """Returns the values of the fields that are settings of groupax under the same names."""
-        return {name: getattr(self, name) for name in self.FIELDS.of("same")}
+        Raises:
+            ValueError: A value is invalid; the message also names the user's setting.
+        """
+        types = {field.name: field.type for field in dataclasses.fields(kind)}
+        taken = self.FIELDS.defaults.keys() - self.FIELDS.inert.keys() - self.FIELDS.refused.keys()
+        settings = {name: getattr(self, name) for name in taken & types.keys()} | dict(translated)
+        if kind is GRPOConfig:  # evaluations are sampled like rollouts
+            settings |= {f"eval_{name}": settings[name] for name in EVAL_SAMPLING if name in settings}
+        for name, value in settings.items():
+            if types.get(name) is float and type(value) is int:
+                settings[name] = float(value)
+        try:
+            return kind.from_mapping(settings)
+        except ValueError as error:
+            named = [f"{name} follows from {own}" for name, own in origins.items() if name in str(error)]
+            if not named:
+                raise
+            raise ValueError(f"{error} ({'; '.join(named)})") from error
+
+
+def _unknown(name: str, known: Iterable[str], fields: Fields) -> str:
+    library = fields.library
+    return f"has no field {name!r}{nearest(name, known)}; if {library} has it, groupax has no counterpart: leave it out"
 
 
 # -- translation
@@ -244,45 +260,6 @@ def as_number(name: str, value: Any, default: Any) -> Any:
             f"{name} must be a number of at most {MAX_NUMBER:g}, got {shown(value)}; the default is {default}"
         )
     return value
-
-
-def as_native(
-    settings: Mapping[str, Any],
-    names: Mapping[str, str] = MappingProxyType({}),
-    kind: type[ConfigT] = GRPOConfig,
-) -> ConfigT:
-    """Returns a native config, with integers converted to floats where the field is a float.
-
-    Args:
-        settings: Values by native field name.
-        names: The user's settings behind native fields of another name, for error messages.
-        kind: Class of the config.
-
-    Raises:
-        ValueError: A value is invalid; the message also names the user's setting.
-    """
-    floats = {own.name for own in dataclasses.fields(kind) if own.type is float}
-    integers = {name for name, value in settings.items() if isinstance(value, int) and not isinstance(value, bool)}
-    try:
-        return kind.from_mapping(
-            {name: float(value) if name in floats & integers else value for name, value in settings.items()}
-        )
-    except ValueError as error:
-        origins = [f"{name} follows from {foreign}" for name, foreign in names.items() if name in str(error)]
-        if not origins:
-            raise
-        raise ValueError(f"{error} ({'; '.join(origins)})") from error
-
-
-def matching_eval_sampling(settings: Mapping[str, Any], num_generations: int) -> dict[str, Any]:
-    """Returns evaluation settings that sample like rollouts.
-
-    Args:
-        settings: Native settings of rollouts.
-        num_generations: Number of completions per prompt in evaluation.
-    """
-    matching = {f"eval_{name}": settings[name] for name in EVAL_SAMPLING if name in settings}
-    return {**matching, "eval_num_generations": num_generations}
 
 
 def interval_steps(strategy: Any, steps: Any, steps_per_epoch: int, name: str) -> int:

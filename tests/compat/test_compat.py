@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,7 @@ from groupax.compat.fields import CompatWarning
 from groupax.events import Evaluated, StepEnded
 from groupax.models.lora import as_lora_config
 from groupax.models.weights.checkpoint import reshard
-from groupax.models.weights.quantize import dense
+from groupax.models.weights.quantize import dense, is_quantized
 from groupax.parallel.mesh import RULES, make_mesh
 from groupax.rollouts.collector import sampling_params
 from groupax.runs.build import eval_params
@@ -71,8 +70,7 @@ def test_unknown_fields_fail_with_the_nearest_name(make, wrong, nearest):
 @pytest.mark.parametrize("make", [trl.GRPOConfig, trl.RLOOConfig, trl.SFTConfig, ed.GRPOConfig])
 def test_every_field_without_effect_warns_with_the_reason(make):
     fields = make.FIELDS
-    assert fields.of("inert").keys() <= fields.defaults.keys()
-    for name, why in fields.of("inert").items():
+    for name, why in fields.inert.items():
         with pytest.warns(CompatWarning, match=f"{name}=.*changes nothing in groupax: ") as warned:
             make(**{name: "something else"})
         assert str(warned[0].message).endswith(why)
@@ -203,7 +201,7 @@ def test_what_trl_settings_cannot_become_is_refused(settings, message):
 
 @pytest.mark.parametrize("make", [trl.GRPOConfig, trl.RLOOConfig, trl.SFTConfig, ed.GRPOConfig])
 def test_every_field_that_cannot_be_honoured_is_refused_with_the_remedy(make):
-    for name, why in make.FIELDS.of("refused").items():
+    for name, why in make.FIELDS.refused.items():
         make(**{name: make.FIELDS.defaults[name]})
         with pytest.raises(ValueError, match=f"{name}='something else' is not supported: {re.escape(why)}"):
             make(**{name: "something else"})
@@ -276,10 +274,7 @@ def test_an_expression_constrains_completions_as_with_vllm():
     ("settings", "mesh"),
     [
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "1,-1,1,1,1"),
-        ({"deepspeed": {"zero_optimization": {"stage": 0}}}, None),
         ({"fsdp": "full_shard auto_wrap"}, "1,-1,1,1,1"),
-        ({"fsdp": True}, "1,-1,1,1,1"),
-        ({"fsdp": ["no_shard"]}, None),
         ({"parallelism_config": SimpleNamespace(dp_replicate_size=2, dp_shard_size=4, tp_size=2)}, "2,4,1,2,1"),
         ({}, None),
     ],
@@ -291,36 +286,16 @@ def test_settings_of_launchers_become_a_mesh(settings, mesh):
     assert ("kv_heads" in config.mesh_replicate) == (mesh is not None)
 
 
-def test_the_replacement_of_launchers_is_reported(tmp_path):
-    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    config = trl.GRPOConfig(deepspeed=str(tmp_path / "zero.json"))
+def test_the_replacement_of_launchers_is_reported():
+    config = trl.GRPOConfig(deepspeed="zero3.json")
     whole = init_model(TINY, mesh=make_mesh())
-    with pytest.warns(CompatWarning, match=r"deepspeed=ZeRO stage 3: .*\(1,4,1,1,1\) over the 4 .* are sharded over"):
+    with pytest.warns(CompatWarning, match=r"deepspeed: .*no further options .*over the 4 devices .*= \(1,4,1,1,1\)"):
         config.warn_about_mesh(reshard(whole, make_mesh((1, 4, 1, 1, 1))))
-    with pytest.warns(CompatWarning, match="fsdp='no_shard': .*must fit on one"):
-        trl.GRPOConfig(fsdp="no_shard").warn_about_mesh(whole)
     with (
-        pytest.warns(CompatWarning, match="are sharded over"),
+        pytest.warns(CompatWarning, match="are divided over"),
         pytest.warns(CompatWarning, match=r"kv_heads \(2\) is not divisible by tp=4"),
     ):
         config.warn_about_mesh(reshard(whole, make_mesh((1, 1, 1, 4, 1)), RULES))
-    with pytest.raises(ValueError, match=r"nowhere\.json' cannot be read"):
-        trl.GRPOConfig(deepspeed="nowhere.json").to_native()
-
-
-@pytest.mark.parametrize(
-    ("settings", "offloads", "keeps_weights"),
-    [
-        ({"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}}, True, False),
-        ({"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}}, False, False),
-        ({"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}}, False, True),
-        ({"fsdp": "full_shard offload"}, True, True),
-        ({"fsdp": True}, False, False),
-    ],
-)
-def test_offloading_is_taken_over_for_the_optimizer(settings, offloads, keeps_weights, recwarn):
-    assert trl.GRPOConfig(**settings).to_native().offload_optimizer == offloads
-    assert keeps_weights == any("trained weights stay" in str(each.message) for each in recwarn)
 
 
 def test_trackers_are_those_that_both_have():
@@ -366,28 +341,8 @@ def test_easydel_sampling_comes_from_the_config_and_then_from_the_inference():
         config = with_sampling(ed.GRPOConfig(top_k=5, temperature=0.5), inference).to_native()
     assert (config.max_completion_length, config.num_generations, config.top_k) == (9, 3, 5)
     assert (config.temperature, config.repetition_penalty) == (0.5, 1.1)
-    held = threading.Lock()  # which cannot be copied
-    assert (
-        with_sampling(ed.GRPOConfig(extra_optimizer_kwargs={"b1": held}), inference).extra_optimizer_kwargs["b1"]
-        is held
-    )
     with pytest.raises(TypeError, match="no setting 'max_new_token'; did you mean max_new_tokens"):
         ed.vInference(None, max_new_token=9)
-
-
-@pytest.mark.parametrize("kind", [dict, ed.vInferenceConfig])
-def test_the_settings_of_an_inference_are_known(kind):
-    nested = SimpleNamespace(max_tokens=8, temperature=0.1, of_another_library=1)
-    with pytest.warns(
-        CompatWarning, match=r"eos_token_id=\[7\] changes nothing in groupax: the model and its tokenizer"
-    ):
-        inference = ed.vInference(
-            None, generation_config=kind(max_new_tokens=9, sampling_params=nested, eos_token_id=[7])
-        )
-    assert inference.given == {"max_new_tokens": 9, "temperature": 0.1}
-    with pytest.raises(TypeError, match="vInferenceConfig has no setting 'temperatur'; did you mean temperature"):
-        ed.vInference(None, generation_config=kind(temperatur=0.1))
-    assert ed.vInference(None, generation_config=SimpleNamespace(top_k=3, other=1)).given == {"top_k": 3}
 
 
 def test_callbacks_learn_of_the_best_evaluation():
@@ -413,7 +368,7 @@ def test_callbacks_learn_of_the_best_evaluation():
 
 def test_what_scripts_say_to_a_model_before_training(folder):
     model = hf.AutoModelForCausalLM.from_pretrained(folder)
-    with pytest.warns(CompatWarning, match="use_cache=False changes nothing in groupax: the engine always has"):
+    with pytest.warns(CompatWarning, match="use_cache=False changes nothing in groupax"):
         model.config.use_cache = False
     with pytest.warns(CompatWarning, match="set gradient_checkpointing in GRPOConfig"):
         model.gradient_checkpointing_enable()
@@ -538,8 +493,8 @@ def test_quantization_settings():
     assert hf.base_weights(hf.BitsAndBytesConfig(load_in_8bit=True)) == "int8"
     with pytest.raises(ValueError, match="neither load_in_4bit nor load_in_8bit"):
         hf.base_weights({"bits": 4})
-    with pytest.raises(TypeError, match="no field 'bnb_4bit_quant_typ'; did you mean bnb_4bit_quant_type"):
-        hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_typ="nf4")
+    with pytest.raises(TypeError, match="bnb_4bit_quant_typ"):
+        hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_typ="nf4")  # pyright: ignore[reportCallIssue]
     with pytest.raises(ValueError, match="does not support the LoRA settings use_dora"):
         hf.LoraConfig(r=8, use_dora=True)
 
@@ -601,17 +556,6 @@ def test_an_inference_answers(folder):
     )  # fmt: skip
     [answers] = inference.generate("abc")
     assert len(answers) == 2
-
-
-def test_apply_chat_template():
-    tokenizer = a_tokenizer(eos_token="<eos>")
-    tokenizer.chat_template = CHAT
-    messages = [{"role": "user", "content": "ab"}]
-    assert trl.apply_chat_template({"prompt": messages, "answer": "4"}, tokenizer) == {"prompt": "abi"}
-    assert trl.apply_chat_template({"prompt": messages}, tokenizer, shout=True) == {"prompt": "abji"}
-    assert trl.apply_chat_template({"messages": messages}, tokenizer) == {"messages": "ab"}
-    with pytest.raises(KeyError, match="neither prompt nor messages"):
-        trl.apply_chat_template({"question": "?"}, tokenizer)
 
 
 # -- trainers
@@ -704,7 +648,7 @@ def test_a_trl_trainer_adapts_a_quantized_base_and_evaluates(folder, tmp_path):
     trainer = trl.GRPOTrainer(
         str(folder), count_a, config, PROMPTS, PROMPTS[:2], quantization_config=four_bits, peft_config=lora
     )
-    assert trainer.native.args.base_weights == "nf4"
+    assert is_quantized(trainer.native.model.params)
     assert trainer.native.model.adapter.config == as_lora_config(lora)
     trainer.train()
     assert "eval_reward" in trainer.evaluate()
@@ -728,21 +672,6 @@ def test_chat_template_arguments_reach_the_prompts(folder, tmp_path):
     config = a_config(tmp_path, max_steps=1, chat_template_kwargs={"shout": True})
     trainer = trl.GRPOTrainer(str(folder), lambda completions: [0.0] * len(completions), config, prompts)
     assert trainer.processing_class.decode(trainer.native.prompts.token_ids[0]).replace(" ", "") == "abcji"
-
-
-class AdamW:
-    """What an optimizer of PyTorch shows of itself."""
-
-    defaults = {"lr": 3e-4, "betas": (0.8, 0.99), "eps": 1e-7, "weight_decay": 0.1, "amsgrad": False}  # noqa: RUF012
-
-
-def test_optimizers_give_their_kind_and_numbers(folder, tmp_path):
-    with pytest.warns(CompatWarning, match="only the kind of the optimizer AdamW and"):
-        trainer = trl.GRPOTrainer(str(folder), count_a, a_config(tmp_path), PROMPTS, optimizers=(AdamW(), None))
-    args = trainer.native.args
-    assert (args.optimizer, args.learning_rate, args.adam_beta1, args.weight_decay) == ("adamw", 3e-4, 0.8, 0.1)
-    with pytest.raises(ValueError, match="scheduler object cannot be carried over"):
-        trl.GRPOTrainer(str(folder), count_a, a_config(tmp_path), PROMPTS, optimizers=(None, object()))
 
 
 @pytest.mark.heavy
@@ -777,18 +706,6 @@ def test_an_easydel_trainer_with_columns_of_its_own(folder, tmp_path):
     trainer.save_pretrained(tmp_path)  # the parent of the run, as EasyDeL's scripts have it
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
     assert (tmp_path / "model.safetensors").is_file()
-
-
-def test_an_easydel_dataset_of_questions(folder, tmp_path):
-    from datasets import Dataset
-
-    dataset = Dataset.from_list([{"question": "abc", "answer": "d"}] * 2)
-    with pytest.warns(CompatWarning, match="no column 'prompt'; 'question' is used"):
-        trainer = ed.GRPOTrainer(
-            ed.GRPOConfig(save_directory=str(tmp_path), max_completion_length=8), None, str(folder), count_a,
-            train_dataset=dataset,
-        )  # fmt: skip
-    assert trainer.native.prompts.token_ids[0].tolist() == [3, 4, 5]
 
 
 @pytest.mark.parity

@@ -7,9 +7,8 @@ import pytest
 
 from groupax import init_model
 from groupax.compat import trl
-from groupax.compat.fields import CompatWarning
 from groupax.compat.trl.environments import Agents, owned_reward
-from groupax.compat.trl.rollout_func import call_rollout_func
+from groupax.compat.trl.rollout_func import trajectories_of
 from groupax.episodes.custom import RolloutFunction, RolloutRequest, Trajectory, custom_rollouts
 from groupax.errors import RunError
 from groupax.settings.sampling import SamplingParams
@@ -129,17 +128,17 @@ def test_environments_that_start_differently_have_their_own_prompts():
     contents = [row.example["prompt"][-1]["content"] for row in group]
     assert contents[0] != contents[1]
     assert all(each.startswith("goCounter") for each in contents)
-    assert [row.environment for row in group] == (agents.pool and agents.pool.instances("Counter")[:2])
+    assert [row.environment for row in group] == (agents.pool and agents.pool.of(["Counter"], 2))
 
 
-def test_results_are_the_texts_of_trl():
+def test_public_methods_of_an_environment_are_tools():
     agents = Agents(None, Counter)
     [group], _ = played(
         lambda text, sample, turn: [call("act", step=1), "ok"][turn],
         environments=agents.environments(has_prompts=False),
         params=SamplingParams(n=1, max_tokens=2000),
     )
-    assert [message["content"] for message in group[0].messages or ()][1] == "{'total': 1}"
+    assert [message["content"] for message in group[0].messages or ()][1] == '{"total": 1}'
     assert list(agents.environments(False).tools) == ["act", "wait"]
 
 
@@ -154,12 +153,11 @@ def test_what_trl_refuses_is_refused(tmp_path):
         a_trainer(tmp_path, len, environment_factory=object)
     with pytest.raises(ValueError, match="requires a `train_dataset`"):
         a_trainer(tmp_path, len, environment_factory={"a": Counter})
-    with pytest.warns(CompatWarning, match="not among the environments"):
-        trainer = a_trainer(
+    with pytest.raises(ValueError, match=r"'cont', which is no environment of the run; .*did you mean count"):
+        a_trainer(
             tmp_path, dataset=[{"environment": "cont"}] * 4, environment_factory={"count": Counter, "plain": Plain}
         )
-    with pytest.raises(ValueError, match=r"'cont', which is not among the environments .*did you mean count"):
-        trainer.train()
+    trainer = a_trainer(tmp_path, lambda completions: [0.0] * len(completions), [{"prompt": "a"}] * 4)
     with pytest.raises(AttributeError, match="no attribute 'num_generation'; did you mean num_generations"):
         trainer.num_generation
 
@@ -216,7 +214,7 @@ def test_a_rollout_func_samples_whole_batches(tmp_path):
 
 def test_outputs_of_rollout_funcs_are_checked():
     with pytest.raises(ValueError, match=r"rollout_func must return keys \['logprobs'\]"):
-        call_rollout_func(lambda prompts, trainer: {"prompt_ids": [], "completion_ids": []}, [], None)
+        trajectories_of({"prompt_ids": [], "completion_ids": []})
 
     def rollouts(*trajectories, **fields):
         request = RolloutRequest(Script(None), TOKENIZER, [{"prompt": "a"}], SamplingParams(n=2), 0, {})

@@ -74,7 +74,8 @@ def test_weights_are_written_back_into_models_of_transformers_and_peft(folder):
     assert np.all(np.asarray(found.params["layers"][0]["o"]) == 0.5)
     assert {name.split(".")[-2] for name in assert_written_back(adapted)} == {"mine"}
     moe = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MOE))
-    assert assert_written_back(moe) == set(moe.state_dict())
+    with pytest.raises(ValueError, match="stores weights otherwise than their files do"):
+        hf.TorchWeights(moe, read_torch_model(moe))
 
 
 @pytest.mark.parity

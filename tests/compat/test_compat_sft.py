@@ -85,11 +85,6 @@ def test_it_resumes_from_trl_s_checkpoints(tmp_path):
 def test_rows_take_trl_s_forms(tmp_path):
     texts = a_trainer(tmp_path, formatting_func=lambda row: row["prompt"] + row["completion"])
     assert texts.native.first_prompt == "abcab"
-    talks = [{"conversations": [{"from": "user", "value": "ab"}, {"from": "assistant", "value": "cd"}]}]
-    tokenizer = a_tokenizer(eos_token="<eos>")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    trainer = a_trainer(tmp_path / "talks", talks * 4, processing_class=tokenizer)
-    assert [len(each.ids) for [each] in trainer.native.examples.sequences] == [4] * 4
 
 
 def test_shuffled_examples_have_the_order_of_datasets(tmp_path):
@@ -110,9 +105,8 @@ def test_shuffled_examples_have_the_order_of_datasets(tmp_path):
         ({"eval_packing": True}, {}, "evaluations are packed like the training set"),
         ({"train_sampling_strategy": "group_by_length"}, {}, "lengths need no grouping"),
         ({"shuffle_dataset": True, "packing": True}, {}, "shuffle the dataset itself"),
-        ({"dataset_kwargs": {"add_special_tokens": False}}, {}, "the only one is skip_prepare_dataset"),
-        ({"chat_template_path": "Qwen/Qwen3-0.6B"}, {}, "give a Jinja template"),
-        ({"eos_token": "<end>"}, {}, "not in the vocabulary"),
+        ({"dataset_kwargs": {"add_special_tokens": False}}, {}, "examples with input_ids are taken as they are"),
+        ({"eos_token": "<end>"}, {}, "set the attribute eos_token of the tokenizer"),
         ({"loss_type": "mse"}, {}, "loss_type must be one of nll, dft"),
         ({}, {"data_collator": print}, "data_collator is not supported: examples are packed without padding"),
         ({}, {"compute_loss_func": print}, "takes a function in JAX"),

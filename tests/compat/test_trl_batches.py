@@ -78,7 +78,7 @@ class Counting(TRLBatchTrainer):
 @pytest.mark.parametrize("case", RECORDED, ids=NAMES)
 def test_prompts_generations_and_steps_are_those_of_trl(tmp_path, model, case):
     args = GRPOConfig(str(tmp_path / "run"), disable_tqdm=True, max_completion_length=8, **case["settings"])
-    num_prompts, rows = case["num_prompts"], args.batches().rows
+    num_prompts, rows = case["num_prompts"], args.batches()[0]
     dataset = [{"prompt": "abc"}] * num_prompts
     tokenizer = a_tokenizer(eos_token="<eos>")
     native = args.to_native(1, num_prompts)

@@ -11,13 +11,11 @@ from groupax.compat.easydel.config import EasyDeLGradientCheckPointers as EasyDe
 from groupax.compat.easydel.config import EasyDeLOptimizers as EasyDeLOptimizers
 from groupax.compat.easydel.config import EasyDeLSchedulers as EasyDeLSchedulers
 from groupax.compat.easydel.config import GRPOConfig as GRPOConfig
-from groupax.compat.easydel.infra.elarge import eLargeModel as eLargeModel
 from groupax.compat.easydel.models import AutoEasyDeLModelForCausalLM as AutoEasyDeLModelForCausalLM
 from groupax.compat.easydel.models import EasyDeLBaseConfigDict as EasyDeLBaseConfigDict
 from groupax.compat.easydel.models import EasyDeLModel as EasyDeLModel
 from groupax.compat.easydel.trainers import GRPOTrainer as GRPOTrainer
 from groupax.compat.easydel.trainers import vInference as vInference
-from groupax.compat.easydel.trainers import vInferenceConfig as vInferenceConfig
 
 # Scripts call `ed.utils.get_logger`.
 utils = SimpleNamespace(get_logger=logging.getLogger)

@@ -1,7 +1,7 @@
 """Loading models with the arguments of EasyDeL."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -33,30 +33,23 @@ class EasyDeLModel(hf.CausalLM):
         self.trainer_settings = trainer_settings
 
 
+# Arguments of `from_pretrained` without effect in groupax, each with the reason; those of `QUIET` cause no warning.
+INERT = hf.INERT | {
+    "auto_shard_model": "weights are put on all devices",
+    "from_torch": "safetensors are read without PyTorch",
+    "partition_axis": "the mesh's axes are dp, fsdp, ep, tp, sp",
+    "precision": "matmuls accumulate in float32",
+    "sharding_axis_names": "the mesh's axes are dp, fsdp, ep, tp, sp",
+    "verbose": "nothing is logged while loading",
+}
+QUIET = {"auto_shard_model", "precision", "from_torch", "verbose"}
+
+
 class AutoEasyDeLModelForCausalLM:
     """A loader of models with the interface of EasyDeL's class."""
 
-    # Arguments without effect in groupax, each with the reason.
-    INERT: ClassVar[dict[str, str]] = {
-        **hf.INERT,
-        "auto_shard_model": "weights are put on all devices",
-        "shard_attention_computation": "groupax has its own attention",
-        "shard_fns": "weights are put on all devices",
-        "sharding_axis_names": "the mesh's axes are dp, fsdp, ep, tp, sp",
-        "partition_axis": "the mesh's axes are dp, fsdp, ep, tp, sp",
-        "partition_rules": "one table of rules serves every family",
-        "precision": "matmuls accumulate in float32",
-        "device": "weights are put on all devices",
-        "backend": "programs are XLA's on every backend",
-        "platform": "programs are XLA's on every backend",
-        "from_torch": "safetensors are read without PyTorch",
-        "verbose": "nothing is logged while loading",
-    }
-    QUIET: ClassVar[set[str]] = {"auto_shard_model", "precision", "from_torch", "verbose"}
-
-    @classmethod
+    @staticmethod
     def from_pretrained(
-        cls,
         name_or_path: Any,
         dtype: Any = None,
         param_dtype: Any = None,
@@ -82,10 +75,10 @@ class AutoEasyDeLModelForCausalLM:
             TypeError: An argument is unknown.
         """
         for name, value in inert.items():
-            if name not in cls.INERT:
-                raise TypeError(f"from_pretrained has no argument {name!r}{nearest(name, cls.INERT)}")
-            if name not in cls.QUIET:
-                warn(f"from_pretrained's {name}={value!r} changes nothing in groupax: {cls.INERT[name]}")
+            if name not in INERT:
+                raise TypeError(f"from_pretrained has no argument {name!r}{nearest(name, INERT)}; leave it out")
+            if name not in QUIET:
+                warn(f"from_pretrained's {name}={value!r} changes nothing in groupax: {INERT[name]}")
         mesh = None if sharding_axis_dims is None else _mesh(sharding_axis_dims)
         settings, max_positions = config_settings(config_kwargs or {})
         if dtype is not None:

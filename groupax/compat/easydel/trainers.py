@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -34,14 +34,6 @@ SAMPLING = {
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
 }
-KNOWN = (*SAMPLING, "do_sample", "seed")
-# Settings of a `vInferenceConfig` without effect in groupax, each with the reason.
-UNUSED = {
-    "streaming_chunks": "completions are not streamed",
-    "bos_token_id": "the tokenizer decides how prompts start",
-    "eos_token_id": "the model and its tokenizer decide where completions end",
-    "pad_token_id": "completions are not padded",
-}
 
 
 class vInference:  # noqa: N801 - EasyDeL's name
@@ -50,32 +42,23 @@ class vInference:  # noqa: N801 - EasyDeL's name
     Args:
         model: Model to sample from.
         tokenizer: Tokenizer of prompts that are text.
-        processor_class: Alternative name of `tokenizer`.
-        generation_config: Object or dict with the settings below, or with `sampling_params` that contain them.
-        settings: Sampling settings: the keys of `SAMPLING`, `do_sample` and `seed`.
+        seed: Seed of `generate`.
+        settings: Sampling settings: the keys of `SAMPLING`.
 
     Raises:
         TypeError: A setting is unknown.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any = None,
-        processor_class: Any = None,
-        generation_config: Any = None,
-        **settings: Any,
-    ) -> None:
-        self.model, self.tokenizer = model, tokenizer or processor_class
-        _check_known("vInference", settings, KNOWN)
-        settings = _settings_of(generation_config) | settings
-        self.given = {name: value for name, value in settings.items() if name in SAMPLING}
-        self.do_sample, self.seed = settings.get("do_sample", True), settings.get("seed", 0)
+    def __init__(self, model: Any, tokenizer: Any = None, *, seed: int = 0, **settings: Any) -> None:
+        for name in settings:
+            if name not in SAMPLING:
+                raise TypeError(f"vInference has no setting {name!r}{nearest(name, SAMPLING)}")
+        self.model, self.tokenizer, self.seed = model, tokenizer, seed
+        self.given = {name: value for name, value in settings.items() if value is not None}
 
     def generate(self, prompts: Any) -> list[list[str]]:
         """Returns the completions of each prompt as text."""
         given = {each.name: self.given[each.name] for each in fields(SamplingSettings) if each.name in self.given}
-        given |= {} if self.do_sample else {"temperature": 0.0}
         params = SamplingParams(
             n=self.given.get("num_return_sequences", 1),
             max_tokens=self.given.get("max_new_tokens", GRPOConfig.FIELDS.defaults["max_completion_length"]),
@@ -91,37 +74,6 @@ class vInference:  # noqa: N801 - EasyDeL's name
         return Engine.of(model, self.tokenizer, tp=decoding_tp_of(model))
 
 
-def _settings_of(config: Any) -> dict[str, Any]:
-    """Returns the settings in a `vInferenceConfig`, a dict or another object; other attributes of the latter are
-    ignored."""
-    if config is None:
-        return {}
-    given = dict(config if isinstance(config, Mapping) else vars(config))
-    if isinstance(config, (Mapping, vInferenceConfig)):
-        _check_known("vInferenceConfig", given, (*KNOWN, *UNUSED, "sampling_params"))
-        for name in UNUSED:
-            if given.get(name) is not None:
-                warn(f"vInferenceConfig's {name}={given[name]!r} changes nothing in groupax: {UNUSED[name]}")
-    sampling = given.get("sampling_params")
-    nested = dict(sampling if isinstance(sampling, Mapping) else vars(sampling)) if sampling is not None else {}
-    nested |= {"max_new_tokens": nested["max_tokens"]} if nested.get("max_tokens") is not None else {}
-    return {name: each[name] for each in (nested, given) for name in KNOWN if each.get(name) is not None}
-
-
-def _check_known(owner: str, names: Iterable[str], known: Sequence[str]) -> None:
-    for name in names:
-        if name not in known:
-            raise TypeError(f"{owner} has no setting {name!r}{nearest(name, known)}")
-
-
-class vInferenceConfig(SimpleNamespace):  # noqa: N801 - EasyDeL's name
-    """The settings of `vInference(generation_config=...)`."""
-
-
-# Columns with the prompts of well-known datasets that have no column `prompt`.
-QUESTION_COLUMNS = ("question", "problem")
-
-
 class GRPOTrainer:
     """EasyDeL's trainer, implemented with the native trainer in its attribute `native`.
 
@@ -131,7 +83,7 @@ class GRPOTrainer:
         model: Folder, hub id, or loaded model, which is trained in place; by default the model of `vinference`.
         reward_funcs: One or several reward functions or reward models.
         reward_processing_classes: Tokenizers of the reward models.
-        train_dataset: Prompts to train on, in a column `prompt`, `question` or `problem`.
+        train_dataset: Prompts to train on, in a column `prompt`.
         eval_dataset: Prompts to evaluate on.
         processing_class: Tokenizer.
         data_tokenize_fn: Function of a batch of examples with rendered prompts, the tokenizer and the tools, which
@@ -203,16 +155,13 @@ class GRPOTrainer:
 
 
 def with_sampling(arguments: GRPOConfig, vinference: vInference | None) -> GRPOConfig:
-    """Returns the settings, with missing sampling settings filled in from a `vInference`."""
+    """Returns the settings, with those of a `vInference` in place of defaults."""
     if vinference is None:
         return arguments
-    if not vinference.do_sample:
-        warn("vInference's do_sample=False: a trainer always samples, as greedy completions would all be the same")
-    merged = copy.copy(arguments)  # not of what the settings hold, such as tools
-    vars(merged)["given"] = {*arguments.given}
+    merged, defaults = copy.copy(arguments), GRPOConfig.FIELDS.defaults  # not of what the settings hold, such as tools
     for name, value in vinference.given.items():
         own = SAMPLING[name]
-        if own not in arguments.given:
+        if getattr(arguments, own) == defaults[own]:
             setattr(merged, own, value)
         elif getattr(arguments, own) != value:
             warn(f"GRPOConfig's {own}={getattr(arguments, own)!r} overrides vInference's {name}={value!r}")
@@ -221,12 +170,6 @@ def with_sampling(arguments: GRPOConfig, vinference: vInference | None) -> GRPOC
 
 def _examples(dataset: Any, name: str, tokenize: Callable[..., Any] | None, tokenizer: Any, tools: Any) -> Any:
     """Returns the examples with a column `prompt` and, if there is a `data_tokenize_fn`, with its columns."""
-    columns = getattr(dataset, "column_names", None)
-    if isinstance(columns, list) and "prompt" not in columns:
-        found = [column for column in QUESTION_COLUMNS if column in columns]
-        if found:
-            warn(f"{name} has no column 'prompt'; {found[0]!r} is used instead")
-            dataset = dataset.rename_column(found[0], "prompt")
     examples = load_examples(dataset, name)
     if tokenize is None:
         return examples

@@ -6,20 +6,71 @@ such a model is given.
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from groupax.compat.hf.model import CausalLM
-from groupax.compat.hf.settings import base_weights, warn_inert
+from groupax.compat.fields import warn
+from groupax.compat.hf.model import CausalLM, warn_inert
 from groupax.models.lora import ADAPTER_NAME, adapter_specs, as_lora_config, read_lora_config
 from groupax.models.specs import model_specs
 from groupax.models.weights.checkpoint import Model, add_adapter, load_adapter, load_model
 from groupax.models.weights.saving import host_tensors, param_leaves
+from groupax.settings.optimizer import BaseWeights
 from groupax.storage.folders import at_revision, read_json, resolve_folder
+
+
+@dataclass
+class BitsAndBytesConfig:
+    """The quantization of weights during loading, with fields of transformers' class."""
+
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: str = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_compute_dtype: Any = None  # the trainer's setting dtype chooses it
+    bnb_4bit_quant_storage: Any = None  # codes are always stored as bytes
+
+
+class LoraConfig:
+    """The settings of an adapter, with the fields of PEFT's class; validated like a `LoraConfig` of PEFT itself."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.peft_type = "LORA"
+        self.__dict__ |= settings
+        as_lora_config(self)
+
+
+def base_weights(quantization_config: Any) -> BaseWeights:
+    """Returns the setting `base_weights` that a quantization config requests.
+
+    Args:
+        quantization_config: A `BitsAndBytesConfig` of transformers or of this package, or a dict of its fields.
+
+    Raises:
+        ValueError: The config requests another kind of quantization.
+    """
+    if quantization_config is None:
+        return "same"
+    given = quantization_config
+    get = given.get if isinstance(given, Mapping) else lambda name: getattr(given, name, None)
+    if get("load_in_8bit"):
+        return "int8"
+    if not get("load_in_4bit"):
+        raise ValueError(
+            f"quantization_config {type(quantization_config).__name__} sets neither load_in_4bit nor load_in_8bit, "
+            "the quantizations that groupax applies while loading"
+        )
+    kind, is_double = get("bnb_4bit_quant_type") or "fp4", bool(get("bnb_4bit_use_double_quant"))
+    if kind != "nf4" or not is_double:
+        warn(
+            f"4-bit weights are nf4 with double quantization in groupax (requested: {kind}, "
+            f"bnb_4bit_use_double_quant={is_double})"
+        )
+    return "nf4"
 
 
 def is_torch_model(model: Any) -> bool:
@@ -37,27 +88,19 @@ def wrap_with_peft(model: Any, peft_config: Any, seed: int) -> Any:
 
     Args:
         model: Model of transformers.
-        peft_config: A `LoraConfig` of PEFT, of `compat.hf` or of groupax.
+        peft_config: A `LoraConfig` of PEFT.
         seed: Seed of the adapter's weights, which PEFT draws from PyTorch's global state; that state is left as it was.
 
     Raises:
-        ValueError: The config is none of these, or is not supported by groupax.
+        ValueError: The config is not one, or is not supported by groupax.
         ImportError: PEFT is not installed.
     """
+    import peft
     import torch  # which the model is of
 
-    lora = as_lora_config(peft_config)  # refuses what groupax does not support
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError(
-            "an adapter of a PyTorch model needs PEFT: pip install peft, or pass the model's folder or hub id"
-        ) from error
+    as_lora_config(peft_config)  # refuses what groupax does not support
     if not isinstance(peft_config, peft.PeftConfig):
-        settings = {**asdict(lora), "modules_to_save": list(lora.modules_to_save) or None}
-        names = lora.target_modules
-        settings["target_modules"] = names if isinstance(names, str) else list(names)
-        peft_config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+        raise ValueError("a PyTorch model takes peft.LoraConfig as peft_config; or pass the model's folder or hub id")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return peft.get_peft_model(model, peft_config)
@@ -140,9 +183,13 @@ class TorchWeights:
         self._specs = specs
         found = dict(torch_model.named_parameters())
         names = {name: self._parameter_name(name, found) for name in _tensor_names(specs)}
-        # transformers may store the weights of experts otherwise than their files do
-        self._by_name = {name: found[own] for name, own in names.items() if own} if all(names.values()) else None
-        self._check_trainable(found, set(filter(None, names.values())))
+        if missing := [name for name, own in names.items() if not own]:
+            raise ValueError(
+                f"transformers stores weights otherwise than their files do ({', '.join(missing[:3])}, ...), as "
+                "those of experts; pass the model's folder or hub id"
+            )
+        self._by_name = {name: found[own] for name, own in names.items()}
+        self._check_trainable(found, set(names.values()))
 
     def _parameter_name(self, name: str, found: Mapping[str, Any]) -> str:
         """Returns the parameter of a tensor in the model's files; empty if there is none."""
@@ -182,35 +229,13 @@ class TorchWeights:
 
         params = model.adapter.trained if model.adapter is not None else model.params
         tensors = host_tensors(self._specs, param_leaves(self._specs, params))
-        if self._by_name is None:
-            self._convert(tensors)
-            return
         with torch.no_grad():
             for name, parameter in self._by_name.items():
-                parameter.copy_(_as_torch(tensors[name]))
-
-    def _convert(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Writes tensors that transformers names or fuses differently, through a second model that it loads."""
-        import torch
-
-        own = self.torch_model
-        named = {name: _as_torch(tensor) for name, tensor in tensors.items()}
-        converted = type(own).from_pretrained(
-            None, config=own.config, state_dict=named, dtype=own.dtype, trust_remote_code=False
-        )
-        with torch.no_grad():
-            for parameter, new in zip(own.parameters(), converted.parameters(), strict=True):
-                parameter.copy_(new)
+                parameter.copy_(torch.from_numpy(np.array(tensors[name], np.float32)))
 
 
 def _tensor_names(specs: Any) -> list[str]:
     return list(dict.fromkeys(name for spec in jax.tree.leaves(specs) for name in spec.tensor_names))
-
-
-def _as_torch(array: np.ndarray) -> Any:
-    import torch
-
-    return torch.from_numpy(np.array(array, np.float32))
 
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import jax
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from groupax.compat.fields import warn
-from groupax.compat.hf.settings import DEFAULT_NEW_TOKENS, GENERATION, generation_settings, warn_inert
 from groupax.engine.engine import Engine
 from groupax.models.lora import PREFIX, adapter_specs, count_params, trainable_params_line
 from groupax.models.specs import CORRECTION_NAMES, HEAD, embedding_name, model_specs
@@ -28,6 +26,7 @@ from groupax.settings.sampling import SamplingParams
 from groupax.storage.hub import push_folder
 from groupax.storage.replacing import check_disjoint, is_replaceable, merge_into_folder
 
+DEFAULT_NEW_TOKENS = 20  # without max_new_tokens and max_length
 _CHANGING = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 
 
@@ -130,57 +129,106 @@ def save_policy(trainer: Any, folder: Any) -> None:
         warn(f"{folder} is the run's folder, which has its own config.json; the model is saved in {own / 'model'}")
         trainer.save_model()
         return
-    check_disjoint(Path(folder), source_folders(trainer.model))
-    if processes.run_on_primary(lambda: is_replaceable(Path(folder))):
-        trainer.save_model(folder)
-        return
-    with tempfile.TemporaryDirectory() as name:
-        saved = trainer.save_model(Path(name) / "model")
-        processes.run_on_primary(lambda: merge_into_folder(saved, Path(folder)))
+    save_into(trainer.save_model, folder, source_folders(trainer.model), processes.run_on_primary)
 
 
-def save_into(save: Callable[[Path], Any], folder: Any, sources: Collection[Path] = ()) -> None:
+def save_into(
+    save: Callable[[Path], Any],
+    folder: Any,
+    sources: Collection[Path],
+    on_primary: Callable[[Callable[[], Any]], Any] = lambda function: function(),
+) -> None:
     """Saves into a folder and keeps the other files in it.
+
+    Args:
+        save: Function that saves into a folder.
+        folder: The folder.
+        sources: Folders that must not be overwritten.
+        on_primary: Function that calls another one in the primary process, if all processes save.
 
     Raises:
         ForeignFilesError: The folder holds files of a model that groupax did not write.
         ValueError: The folder is, contains or is inside one of the sources.
     """
     check_disjoint(Path(folder), sources)
-    if is_replaceable(Path(folder)):
+    if on_primary(lambda: is_replaceable(Path(folder))):
         save(Path(folder))
         return
     with tempfile.TemporaryDirectory() as name:
         save(Path(name) / "model")
-        merge_into_folder(Path(name) / "model", Path(folder))
+        on_primary(lambda: merge_into_folder(Path(name) / "model", Path(folder)))
 
 
-# Assignable settings of a model's config, with the reason why they have no effect in groupax.
-INERT_CONFIG = {
-    "use_cache": "the engine always has a cache, and updates never have one",
-    "pad_token_id": "groupax never pads with a token; generate has an argument of this name",
-    "pretraining_tp": "matrix products are never split",
+# Arguments of `from_pretrained` without effect in groupax, each with the reason.
+INERT = {
+    "attn_implementation": "it is a training setting: set it in TRL's model_init_kwargs or in groupax's GRPOConfig",
+    "cache_dir": "the hub's cache is chosen by HF_HUB_CACHE",
+    "device_map": "weights are put on all devices",
+    "local_files_only": "the hub's client is offline with HF_HUB_OFFLINE=1",
+    "low_cpu_mem_usage": "weights are read straight to the devices",
+    "max_memory": "weights are put on all devices",
+    "token": "set HF_TOKEN",
+    "trust_remote_code": "groupax never runs code from a model's folder",
+    "use_cache": "the engine always has a cache",
+    "use_safetensors": "weights are always safetensors",
 }
+
+
+def warn_inert(given: Mapping[str, Any], quiet: set[str], function: str) -> None:
+    """Warns about arguments without effect in groupax, except those in `quiet`.
+
+    Raises:
+        TypeError: An argument is unknown.
+    """
+    for name, value in given.items():
+        if name in INERT:
+            warn(f"{function}'s {name}={value!r} changes nothing in groupax: {INERT[name]}")
+        elif name not in quiet:
+            raise TypeError(f"{function} has no argument {name!r}{nearest(name, INERT)}")
+
+
+# Arguments of `generate` that a model's generation_config.json may set, with transformers' defaults.
+GENERATION: dict[str, Any] = {
+    "max_new_tokens": None,
+    "max_length": None,
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "num_return_sequences": 1,
+    "pad_token_id": None,
+}
+
+
+def generation_settings(model: Model, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of `generate`: the arguments, else the model's generation config, else the defaults."""
+    stored = model.generation_config or model.hf_config  # older folders have generation settings in config.json
+    sources = [{name: source.get(name) for name in GENERATION} for source in (stored, given)]
+    settings = GENERATION | {name: value for each in sources for name, value in each.items() if value is not None}
+    if given.get("max_length") is not None and settings["max_new_tokens"] is not None:
+        used = f"max_new_tokens={settings['max_new_tokens']} is used"
+        warn(f"generate's max_length={given['max_length']} changes nothing: {used}")
+    return settings
 
 
 class Architecture:
     """A read-only view of a model's architecture: groupax's `ModelConfig`, then the other fields of config.json."""
 
     def __init__(self, model: Model) -> None:
-        object.__setattr__(self, "_model", model)
+        vars(self)["_model"] = model
 
     def __getattr__(self, name: str) -> Any:
-        model = object.__getattribute__(self, "_model")
+        model = vars(self)["_model"]
         if not hasattr(model.config, name) and name not in model.hf_config:
             raise AttributeError(f"the model's config has no {name!r}{nearest(name, model.hf_config)}")
         return getattr(model.config, name) if hasattr(model.config, name) else model.hf_config[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in INERT_CONFIG:
-            raise AttributeError(
-                f"{name} of a loaded model's config cannot be set; only {', '.join(INERT_CONFIG)} can, without effect"
-            )
-        warn(f"model.config.{name}={value!r} changes nothing in groupax: {INERT_CONFIG[name]}")
+        if name not in ("use_cache", "pad_token_id", "pretraining_tp"):
+            raise AttributeError(f"{name} of a loaded model's config cannot be set")
+        warn(f"model.config.{name}={value!r} changes nothing in groupax, which neither pads nor stores caches by it")
 
 
 class CausalLM:
@@ -227,7 +275,7 @@ class CausalLM:
 
     gradient_checkpointing_disable = enable_input_require_grads  # it is off by default
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Any]]:
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
         """Yields the name of each weight and a copy of it as a PyTorch parameter, which refuses to be changed.
 
         Names are those of the checkpoint; with an adapter they are those of `peft.PeftModel`. Weights that are never
@@ -236,14 +284,13 @@ class CausalLM:
         Raises:
             ImportError: PyTorch is not installed.
         """
-        for name, value, is_trained in parameters_of(self.model) if recurse else ():
-            if name.endswith(CORRECTION_NAMES):
-                continue
-            yield f"{prefix}.{name}" if prefix else name, as_parameter(value, is_trained)
+        for name, value, is_trained in parameters_of(self.model):
+            if not name.endswith(CORRECTION_NAMES):
+                yield name, as_parameter(value, is_trained)
 
-    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+    def parameters(self) -> Iterator[Any]:
         """Yields copies of the weights (see `named_parameters`)."""
-        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
+        return (parameter for _, parameter in self.named_parameters())
 
     def get_parameter(self, target: str) -> Any:
         """Returns a copy of the weight of a name (see `named_parameters`).
@@ -269,23 +316,6 @@ class CausalLM:
         """Returns the number of parameters, or of those that are trained."""
         adapter = self.model.adapter
         return count_params(self.model.config, adapter and adapter.config)[0 if only_trainable else 1]
-
-    @property
-    def lm_head(self) -> SimpleNamespace:
-        """The output layer, whose `weight` is a copy (see `named_parameters`)."""
-        return SimpleNamespace(weight=self.get_parameter(self._prefix + HEAD))
-
-    def get_output_embeddings(self) -> SimpleNamespace:
-        """Returns `lm_head`."""
-        return self.lm_head
-
-    def get_input_embeddings(self) -> SimpleNamespace:
-        """Returns the embedding layer, whose `weight` is a copy (see `named_parameters`)."""
-        return SimpleNamespace(weight=self.get_parameter(self._prefix + embedding_name(self.model.config)))
-
-    @property
-    def _prefix(self) -> str:
-        return "" if self.model.adapter is None else PREFIX
 
     def print_trainable_parameters(self) -> None:
         """Prints the number of trainable parameters in PEFT's format."""

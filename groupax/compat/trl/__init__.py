@@ -1,32 +1,43 @@
-"""TRL's trainers, configs and arguments of scripts, implemented with groupax (interface of TRL 1.16)."""
+"""TRL's trainers and configs, implemented with groupax (interface of TRL 1.16).
 
-from typing import TYPE_CHECKING, Any
+The other names that scripts import of TRL, such as `ModelConfig`, `TrlParser` and `get_dataset`, are those of the
+installed TRL itself.
+"""
+
+import importlib.util
+from types import ModuleType
+from typing import Any
 
 from groupax.compat.trl.config import GRPOConfig as GRPOConfig
 from groupax.compat.trl.config import RLOOConfig as RLOOConfig
 from groupax.compat.trl.rollout_func import generate_rollout_completions as generate_rollout_completions
-from groupax.compat.trl.scripts import DatasetMixtureConfig as DatasetMixtureConfig
-from groupax.compat.trl.scripts import ModelConfig as ModelConfig
-from groupax.compat.trl.scripts import RichProgressCallback as RichProgressCallback
-from groupax.compat.trl.scripts import ScriptArguments as ScriptArguments
-from groupax.compat.trl.scripts import apply_chat_template as apply_chat_template
-from groupax.compat.trl.scripts import get_dataset as get_dataset
-from groupax.compat.trl.scripts import get_kbit_device_map as get_kbit_device_map
-from groupax.compat.trl.scripts import get_peft_config as get_peft_config
-from groupax.compat.trl.scripts import get_quantization_config as get_quantization_config
-from groupax.compat.trl.scripts import refusal
 from groupax.compat.trl.sft import SFTConfig as SFTConfig
 from groupax.compat.trl.sft import SFTTrainer as SFTTrainer
 from groupax.compat.trl.trainer import GRPOTrainer as GRPOTrainer
 from groupax.compat.trl.trainer import RLOOTrainer as RLOOTrainer
 
-if TYPE_CHECKING:
-    from groupax.compat.trl.parser import TrlParser as TrlParser
+OF_TRL = ("ModelConfig", "DatasetMixtureConfig")  # configs that belong to no trainer
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TrlParser":  # imports transformers
-        from groupax.compat.trl.parser import TrlParser
+    """Returns what the installed TRL has under a name, unless it is one of its trainers or belongs to one.
 
-        return TrlParser
-    raise refusal(name)
+    Raises:
+        ImportError: It does, or TRL is not installed.
+        AttributeError: TRL does not have it.
+    """
+    if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is not None:  # a module to import
+        raise AttributeError(f"groupax.compat.trl has no {name}")
+    if name.endswith(("Trainer", "Callback", "Config")) and name not in OF_TRL:
+        raise ImportError(
+            f"groupax.compat.trl has no {name}, but GRPOTrainer, RLOOTrainer and SFTTrainer with their configs; leave "
+            "it out, or train with trl itself and continue here with the model that it saves"
+        )
+    try:
+        trl = importlib.import_module("trl")
+    except ImportError as error:
+        raise ImportError(f"{name} is TRL's own, and groupax.compat.trl passes it on: pip install trl") from error
+    value = getattr(trl, name)
+    if isinstance(value, ModuleType):
+        raise AttributeError(f"groupax.compat.trl has no module {name}")
+    return value

@@ -1,30 +1,22 @@
 """The arguments of transformers' `TrainingArguments` that every trainer of TRL 1.16 has, as settings of groupax."""
 
-import contextlib
 import json
 import logging
-import math
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 from groupax.compat.fields import (
     Arguments,
     arguments,
-    former,
-    inert,
     interval_steps,
     native_attention,
     parse_mapping,
-    refused,
-    same,
     warn,
     warn_replicated,
 )
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
-from groupax.parallel.mesh import RULES, format_mesh, splits_model
+from groupax.parallel.mesh import RULES, format_mesh
 from groupax.runs.trackers.tracker import PACKAGES, is_installed
 from groupax.settings.fields import nearest
 from groupax.settings.run import TRACKERS
@@ -40,171 +32,105 @@ SCHEDULERS = {
     "constant_with_warmup": "constant",
 }
 
-_launcher = inert("one process drives all local devices, without PyTorch's launcher")
-_loader = inert("there is no data loader: prompts are tokenized once and selected by index")
-_columns = inert("reward functions receive every column, and the model only the prompt")
-_compiled = inert("programs are compiled by XLA")
-_recomputed = inert("gradient_checkpointing has no options: True recomputes every layer")
-_logged = inert("the log has a line every logging_steps, with the numbers as they are")
-_level = inert("groupax logs what changes the result, as warnings")
-_evaluated = inert(
-    "evaluation uses every prompt once, with num_generations_eval completions and the settings of training"
-)
-_done = inert("train() trains and evaluate() evaluates")
-_saved = inert("checkpoints have safetensors and groupax's own state, and those of an earlier run are moved aside")
-_uploaded = inert("the model is uploaded once, at the end, with the token in HF_TOKEN")
+_INERT = {
+    "one process drives all local devices, without PyTorch's launcher": """
+        average_tokens_across_devices=True log_on_each_node=True save_on_each_node=False use_cpu=False no_cuda=False
+        accelerator_config=None local_rank=-1 ddp_find_unused_parameters=None ddp_bucket_cap_mb=None
+        ddp_broadcast_buffers=None ddp_static_graph=None ddp_backend=None ddp_timeout=1800""",
+    "there is no data loader: prompts are tokenized once and selected by index": """
+        data_seed=None dataloader_drop_last=False dataloader_num_workers=0 dataloader_pin_memory=True
+        dataloader_persistent_workers=False dataloader_prefetch_factor=None dataloader_multiprocessing_context=None
+        dataloader_in_order=True label_names=None train_sampling_strategy='random' length_column_name='length'
+        group_by_length=False""",
+    "reward functions receive every column, and the model only the prompt": """
+        prediction_loss_only=False include_for_metrics=[] remove_unused_columns=False""",
+    "programs are compiled by XLA": """
+        tf32=None torch_compile=False torch_compile_backend=None torch_compile_mode=None use_liger_kernel=False
+        liger_kernel_config=None use_cache=False torch_empty_cache_steps=None full_determinism=False debug=''
+        skip_memory_metrics=True""",
+    "gradient_checkpointing has no options: True recomputes every layer": """
+        activation_checkpointing_kwargs=None gradient_checkpointing_kwargs=None""",
+    "the log has a line every logging_steps, with the numbers as they are": """
+        logging_first_step=False logging_nan_inf_filter=True include_num_input_tokens_seen='no'""",
+    "groupax logs what changes the result, as warnings": "log_level='passive' log_level_replica='warning'",
+    "evaluation uses every prompt once, with num_generations_eval completions and the settings of training": """
+        bf16_full_eval=False fp16_full_eval=False eval_do_concat_batches=True eval_use_gather_object=False
+        eval_accumulation_steps=None batch_eval_metrics=False""",
+    "train() trains and evaluate() evaluates": "do_train=False do_eval=False do_predict=False",
+    "checkpoints have safetensors and groupax's own state, and those of an earlier run are moved aside": """
+        enable_jit_checkpoint=False overwrite_output_dir=False save_safetensors=True""",
+    "the model is uploaded once, at the end, with the token in HF_TOKEN": """
+        hub_token=None hub_strategy='every_save' hub_always_push=False hub_revision=None""",
+    "only adapters have dropout, and logits and losses are float32": "label_smoothing_factor=0.0",
+    "weights are sharded over a mesh, without units to wrap": "fsdp_config=None",
+    "trackers write to output_dir/groupax": "logging_dir=None",
+}
+_REFUSED = {
+    "set learning_rate, weight_decay, adam_beta1, adam_beta2 and adam_epsilon": "optim_args=None",
+    "groupax has no GaLore, APOLLO or LOMO; choose another optim, or train an adapter": "optim_target_modules=None",
+    "groupax adds no noise to embeddings; leave it out": "neftune_noise_alpha=None",
+    "evaluations start at the first interval; leave it out": "eval_delay=0",
+    "micro-batches are sized for the memory at hand; leave it out": "auto_find_batch_size=False",
+    "trackio reads it from the environment; set TRACKIO_SPACE_ID or TRACKIO_BUCKET_ID": """
+        trackio_space_id=None trackio_bucket_id=None trackio_static_space_id=None""",
+    "a resumed run continues with the prompts after those of its checkpoint; leave it out": "ignore_data_skip=False",
+    "checkpoints do not have the state of callbacks; save it in on_save": """
+        restore_callback_states_from_checkpoint=False""",
+}
 
 
-@arguments("TRL")
+@arguments("TRL", inert=_INERT, refused=_REFUSED, former={"evaluation_strategy": "eval_strategy"})
 class TrainingArguments(Arguments):
-    """The arguments of every trainer of TRL, in the order and with the defaults of TRL's own class."""
+    """The arguments of every trainer of TRL, with the defaults of TRL's own class."""
 
     # Fields that may be given as JSON text.
     MAPPINGS: ClassVar[tuple[str, ...]] = ("accelerator_config", "deepspeed", "lr_scheduler_kwargs")
-    ABSENT: ClassVar[Mapping[str, str]] = {
-        "set_dataloader": "set per_device_train_batch_size itself",
-        "set_evaluate": "set eval_strategy and eval_steps themselves",
-        "set_logging": "set logging_steps and report_to themselves",
-        "set_lr_scheduler": "set lr_scheduler_type, num_train_epochs, max_steps and warmup_steps themselves",
-        "set_optimizer": "set optim, learning_rate and weight_decay themselves",
-        "set_push_to_hub": "set push_to_hub and hub_model_id themselves",
-        "set_save": "set save_strategy and save_steps themselves",
-        "set_testing": "set eval_strategy itself",
-        "set_training": "set learning_rate, per_device_train_batch_size, num_train_epochs and max_steps themselves",
-        "ddp_timeout_delta": "processes are connected by JAX",
-        "is_torch_greater_or_equal_than_2_8": "it is about PyTorch's version",
-        "parallel_mode": "one process drives all devices of a host; parallelism_config has the sizes of the mesh",
-        "place_model_on_device": "JAX places the model on the devices",
-    }
 
     output_dir: str | None = None
     per_device_train_batch_size: int = 8
-    num_train_epochs: float = same(3.0)
-    max_steps: int = same(-1)
-    learning_rate: float = same(5e-5)
+    num_train_epochs: float = 3.0
+    max_steps: int = -1
+    learning_rate: float = 5e-5
     lr_scheduler_type: str = "linear"
     lr_scheduler_kwargs: dict[str, Any] | str | None = None
     warmup_steps: float = 0
+    warmup_ratio: float = 0.0  # of earlier versions of transformers
     optim: str = "adamw_torch_fused"
-    optim_args: str | None = refused(None, "set learning_rate, weight_decay, adam_beta1, adam_beta2 and adam_epsilon")
-    weight_decay: float = same(0.0)
-    adam_beta1: float = same(0.9)
-    adam_beta2: float = same(0.999)
-    adam_epsilon: float = same(1e-08)
-    optim_target_modules: list[str] | str | None = refused(
-        None, "groupax has no GaLore, APOLLO or LOMO; choose another optim, or train an adapter"
-    )
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-08
     gradient_accumulation_steps: int = 1
-    average_tokens_across_devices: bool = _launcher(True)
     max_grad_norm: float = 1.0
-    label_smoothing_factor: float = inert("only adapters have dropout, and logits and losses are float32")(0.0)
     bf16: bool | None = None
     fp16: bool = False
-    bf16_full_eval: bool = _evaluated(False)
-    fp16_full_eval: bool = _evaluated(False)
-    tf32: bool | None = _compiled(None)
     activation_checkpointing: bool | None = None
-    activation_checkpointing_kwargs: dict[str, Any] | str | None = _recomputed(None)
     gradient_checkpointing: bool = True
-    gradient_checkpointing_kwargs: dict[str, Any] | str | None = _recomputed(None)
-    torch_compile: bool = _compiled(False)
-    torch_compile_backend: str | None = _compiled(None)
-    torch_compile_mode: str | None = _compiled(None)
-    use_liger_kernel: bool = _compiled(False)
-    liger_kernel_config: dict[str, bool] | None = _compiled(None)
-    use_cache: bool = _compiled(False)
-    neftune_noise_alpha: float | None = refused(None, "groupax adds no noise to embeddings; leave it out")
-    torch_empty_cache_steps: int | None = _compiled(None)
-    auto_find_batch_size: bool = refused(False, "micro-batches are sized for the memory at hand; leave it out")
     logging_strategy: str = "steps"
     logging_steps: float = 10
-    logging_first_step: bool = _logged(False)
-    log_on_each_node: bool = _launcher(True)
-    logging_nan_inf_filter: bool = _logged(True)
-    include_num_input_tokens_seen: str = _logged("no")
-    log_level: str = _level("passive")
-    log_level_replica: str = _level("warning")
     disable_tqdm: bool | None = None
     report_to: list[str] | str | None = "none"
     run_name: str | None = None
     project: str = "huggingface"
-    trackio_space_id: str | None = refused(None, "trackio reads it from the environment; set TRACKIO_SPACE_ID")
-    trackio_bucket_id: str | None = refused(None, "trackio reads it from the environment; set TRACKIO_BUCKET_ID")
-    trackio_static_space_id: str | None = refused(None, "trackio copies spaces itself; do so after the run")
     eval_strategy: str = "no"
     eval_steps: float | None = None
-    eval_delay: float = 0
     per_device_eval_batch_size: int = 8
-    prediction_loss_only: bool = _columns(False)
     eval_on_start: bool = False
-    eval_do_concat_batches: bool = _evaluated(True)
-    eval_use_gather_object: bool = _evaluated(False)
-    eval_accumulation_steps: int | None = _evaluated(None)
-    include_for_metrics: list[str] = _columns([])
-    batch_eval_metrics: bool = _evaluated(False)
     save_only_model: bool = False
     save_strategy: str = "steps"
     save_steps: float = 500
-    save_on_each_node: bool = _launcher(False)
     save_total_limit: int | None = None
-    enable_jit_checkpoint: bool = _saved(False)
     push_to_hub: bool = False
-    hub_token: str | None = _uploaded(None)
     hub_private_repo: bool | None = None
     hub_model_id: str | None = None
-    hub_strategy: str = _uploaded("every_save")
-    hub_always_push: bool = _uploaded(False)
-    hub_revision: str | None = _uploaded(None)
     load_best_model_at_end: bool = False
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
-    ignore_data_skip: bool = refused(
-        False, "a resumed run continues with the prompts after those of its checkpoint; leave it out"
-    )
-    restore_callback_states_from_checkpoint: bool = refused(
-        False, "checkpoints do not have the state of callbacks; save it in on_save"
-    )
-    full_determinism: bool = _compiled(False)
     seed: int = 42
-    data_seed: int | None = _loader(None)
-    use_cpu: bool = _launcher(False)
-    accelerator_config: dict[str, Any] | str | None = _launcher(None)
     parallelism_config: Any = None
-    dataloader_drop_last: bool = _loader(False)
-    dataloader_num_workers: int = _loader(0)
-    dataloader_pin_memory: bool = _loader(True)
-    dataloader_persistent_workers: bool = _loader(False)
-    dataloader_prefetch_factor: int | None = _loader(None)
-    dataloader_multiprocessing_context: str | None = _loader(None)
-    dataloader_in_order: bool = _loader(True)
-    remove_unused_columns: bool | None = _columns(False)
-    label_names: list[str] | None = _loader(None)
-    train_sampling_strategy: str = _loader("random")
-    length_column_name: str = _loader("length")
-    ddp_find_unused_parameters: bool | None = _launcher(None)
-    ddp_bucket_cap_mb: int | None = _launcher(None)
-    ddp_broadcast_buffers: bool | None = _launcher(None)
-    ddp_static_graph: bool | None = _launcher(None)
-    ddp_backend: str | None = _launcher(None)
-    ddp_timeout: int = _launcher(1800)
     fsdp: str | None = None
-    fsdp_config: dict[str, Any] | str | None = inert("weights are sharded over a mesh, without units to wrap")(None)
     deepspeed: dict[str, Any] | str | None = None
-    debug: str = _compiled("")
-    skip_memory_metrics: bool = _compiled(True)
-    do_train: bool = _done(False)
-    do_eval: bool = _done(False)
-    do_predict: bool = _done(False)
     resume_from_checkpoint: str | None = None
-    local_rank: int = _launcher(-1)
-    # fields of earlier versions of transformers
-    warmup_ratio: float = 0.0
-    logging_dir: str | None = inert("trackers write to output_dir/groupax")(None)
-    no_cuda: bool = _launcher(False)
-    group_by_length: bool = _loader(False)
-    overwrite_output_dir: bool = _saved(False)
-    save_safetensors: bool = _saved(True)
-    evaluation_strategy: str | None = former("eval_strategy")
 
     def __post_init__(self) -> None:
         """Reads JSON texts, and derives what transformers derives from other fields.
@@ -231,57 +157,32 @@ class TrainingArguments(Arguments):
 
     # -- what scripts read of transformers' class
 
-    default_optim: ClassVar[str] = "adamw_torch_fused"
     n_gpu: ClassVar[int] = 0  # accelerators on which PyTorch computes
     local_process_index: ClassVar[int] = 0  # each machine has one process
     world_size = property(lambda _: processes.num_processes())
     process_index = property(lambda _: processes.process_index())
     should_log = should_save = property(lambda _: processes.is_primary())
-    train_batch_size = property(lambda self: self.per_device_train_batch_size)
-    eval_batch_size = property(lambda self: self.per_device_eval_batch_size)
-
-    @property
-    def device(self) -> Any:
-        """The device of PyTorch's tensors: the CPU."""
-        torch = sys.modules.get("torch")
-        return "cpu" if torch is None else torch.device("cpu")
+    device = property(lambda _: torch_cpu())
 
     def get_process_log_level(self) -> int:
         """Returns the level of messages to print, as a number of `logging`."""
         return logging.INFO if self.should_log else logging.WARNING
 
-    def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Returns the steps of warm-up; `warmup_steps` below 1 is a fraction of all steps."""
-        steps = self.warmup_steps
-        return int(steps) if steps >= 1 else math.ceil(num_training_steps * steps)
-
-    @contextlib.contextmanager
-    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Runs a block at once: every process has its own caches, and none waits for another."""
-        del local, desc
-        yield
-
     # -- settings of groupax
 
     def compute_settings(self) -> dict[str, Any]:
-        """Returns the settings for attention, dtype, sharding and offloading."""
+        """Returns the settings for attention, dtype and sharding."""
         model_settings = parse_mapping(getattr(self, "model_init_kwargs", None), "model_init_kwargs")
         recomputes = self.activation_checkpointing
         if recomputes is None and not self.gradient_checkpointing:
             recomputes = False
         if self.fp16:
             warn("fp16=True: groupax computes in bfloat16 or float32; it chooses the native dtype of the devices")
-        offloads = (_zero(self.deepspeed).get(f"offload_{what}") or {} for what in ("optimizer", "param"))
-        optimizer, weights = (dict(each).get("device") not in (None, "none") for each in offloads)
-        both = "offload" in _options(self.fsdp)
-        if weights or both:
-            warn("offload_param: trained weights stay on the devices; groupax offloads the optimizer state only")
         mesh = self._mesh()
         return {
             "attn_implementation": native_attention(model_settings.get("attn_implementation")),
             "gradient_checkpointing": "auto" if recomputes is None else "full" if recomputes else "none",
             "dtype": "auto" if self.fp16 else {None: "auto", True: "bfloat16", False: "float32"}[self.bf16],
-            "offload_optimizer": optimizer or both,
             **({"mesh": mesh, "mesh_replicate": tuple(RULES)} if mesh else {}),
         }
 
@@ -292,26 +193,18 @@ class TrainingArguments(Arguments):
             sizes = {name: int(getattr(self.parallelism_config, f"{name}_size", None) or 1) for name in axes}
             mesh = sizes["dp_replicate"], sizes["dp_shard"], 1, sizes["tp"], sizes["cp"] * sizes["sp"]
             return ",".join(map(str, mesh))
-        if self.deepspeed and _zero(self.deepspeed).get("stage") != 0:
-            return FULLY_SHARDED
-        return FULLY_SHARDED if self.fsdp and "no_shard" not in _options(self.fsdp) else None
+        return FULLY_SHARDED if self.deepspeed or self.fsdp else None
 
     def warn_about_mesh(self, model: Model) -> None:
         """Warns about the mesh that replaces DeepSpeed, FSDP and accelerate's parallelism."""
-        names = ("deepspeed", "fsdp", "parallelism_config")
-        requested = {name: repr(getattr(self, name)) for name in names if getattr(self, name)}
-        if not requested:
-            return
-        if (stage := _zero(self.deepspeed).get("stage")) is not None:
-            requested["deepspeed"] = f"ZeRO stage {stage}"
-        layout = "weights, gradients and optimizer state are sharded over them, and weights are gathered for decoding"
-        if not splits_model(model.mesh):
-            layout = "each holds all weights and the whole optimizer state, so the model must fit on one device"
-        warn(
-            f"{' and '.join(f'{name}={value}' for name, value in requested.items())}: groupax needs no launcher. Mesh "
-            f"(dp, fsdp, ep, tp, sp) = ({format_mesh(model.mesh)}) over the {model.mesh.devices.size} devices: {layout}"
-        )
-        warn_replicated(model, " and ".join(requested))
+        requested = [name for name in ("deepspeed", "fsdp", "parallelism_config") if getattr(self, name)]
+        if requested:
+            warn(
+                f"{' and '.join(requested)}: groupax needs no launcher, and takes no further options of it, such as "
+                "offloading. Weights, gradients and optimizer state are divided over the "
+                f"{model.mesh.devices.size} devices by the mesh (dp, fsdp, ep, tp, sp) = ({format_mesh(model.mesh)})"
+            )
+            warn_replicated(model, " and ".join(requested))
 
     def reporting_settings(self) -> dict[str, Any]:
         """Returns the settings for logging, trackers and the best checkpoint."""
@@ -323,8 +216,6 @@ class TrainingArguments(Arguments):
             "resume": "never",
             "progress_bar": "none" if self.disable_tqdm else "rich",
             "report_to": self._trackers(),
-            "run_name": self.run_name,
-            "project": self.project,
         }
 
     def logged_every(self) -> int:
@@ -411,60 +302,20 @@ class TrainingArguments(Arguments):
             raise ValueError(f"lr_scheduler_kwargs {more} are not supported; choose from min_lr and min_lr_rate")
         steps = self.warmup_steps or 0
         ratio = steps if 0 < steps < 1 else 0 if steps else self.warmup_ratio
-        warmup = {"warmup_ratio": float(ratio)} if ratio else {"warmup_steps": int(steps)}
-        if scheduler == "constant" and any(warmup.values()):
+        if scheduler == "constant" and (ratio or steps):
             warn("lr_scheduler_type 'constant' has no warm-up; 'constant_with_warmup' has one")
-            warmup = {}
+            ratio = steps = 0
         return {
             "optimizer": OPTIMIZERS[known[-1]],
             "lr_scheduler_type": SCHEDULERS[scheduler],
             "learning_rate_end": end or 0.0,
             "max_grad_norm": self.max_grad_norm or 0.0,
-            **warmup,
+            "warmup_ratio": float(ratio),
+            "warmup_steps": 0 if ratio else int(steps),
         }
 
 
-def _zero(deepspeed: Any) -> Mapping[str, Any]:
-    """Returns the section about ZeRO of a DeepSpeed configuration or its file.
-
-    Raises:
-        ValueError: The file does not exist or is not JSON.
-    """
-    if isinstance(deepspeed, (str, Path)):
-        try:
-            deepspeed = json.loads(Path(deepspeed).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"deepspeed={str(deepspeed)!r} cannot be read: {error}") from error
-    return dict(deepspeed).get("zero_optimization", {}) if isinstance(deepspeed, Mapping) else {}
-
-
-def _options(fsdp: Any) -> list[str]:
-    options = fsdp.split() if isinstance(fsdp, str) else [] if isinstance(fsdp, bool) else list(fsdp or [])
-    return [str(getattr(option, "value", option)) for option in options]
-
-
-def torch_optimizer_settings(optimizers: tuple[Any, Any]) -> dict[str, Any]:
-    """Returns the settings for the kind and the hyperparameters of a PyTorch optimizer.
-
-    Args:
-        optimizers: The optimizer or None, and a scheduler, which must be None.
-    """
-    optimizer, scheduler = optimizers
-    if scheduler is not None:
-        raise ValueError(
-            "a scheduler object cannot be carried over; set lr_scheduler_type, warmup_steps and learning_rate"
-        )
-    if optimizer is None:
-        return {}
-    kind, values = type(optimizer).__name__.lower(), getattr(optimizer, "defaults", None)
-    kinds = ("adamw", "sgd", "adafactor", "lion")
-    if kind not in kinds or values is None:
-        raise ValueError(
-            f"the optimizer {type(optimizer).__name__} cannot be carried over (only {', '.join(kinds)}); set optim"
-        )
-    names = {"lr": "learning_rate", "weight_decay": "weight_decay", "momentum": "momentum", "eps": "adam_epsilon"}
-    settings = {names[name]: float(values[name]) for name in names if isinstance(values.get(name), (int, float))}
-    if "betas" in values:
-        settings |= {"adam_beta1": float(values["betas"][0]), "adam_beta2": float(values["betas"][1])}
-    warn(f"groupax takes only the kind of the optimizer {type(optimizer).__name__} and {', '.join(settings)}")
-    return {"optimizer": kind, **settings}
+def torch_cpu() -> Any:
+    """Returns the device of PyTorch's tensors in scripts, the CPU; its name if PyTorch is not imported."""
+    torch = sys.modules.get("torch")
+    return "cpu" if torch is None else torch.device("cpu")

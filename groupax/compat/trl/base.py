@@ -1,12 +1,10 @@
 """The parts of TRL's trainers besides their data: callbacks, the model, resuming, saving, reports, the accelerator."""
 
-import datetime
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,29 +12,56 @@ import jax
 
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
+from groupax.compat.trl.arguments import torch_cpu
 from groupax.compat.trl.layout import TRAINER_STATE, TRLFolders, checkpoint_to_resume, folders_of, run_folder
-from groupax.compat.trl.overridden import REFUSED
-from groupax.compat.trl.policy import Policy, TrainedModel, adapter_settings
+from groupax.compat.trl.policy import Policy, TrainedModel
+from groupax.events import Event
 from groupax.metrics.completions import json_numbers
-from groupax.models.lora import count_params
 from groupax.models.weights.saving import source_folders
 from groupax.parallel import processes
 from groupax.parallel.runtime import configure_jax
+from groupax.rewards.calls import check_name
 from groupax.settings.fields import nearest
 from groupax.storage.buckets import is_remote
 from groupax.storage.hub import push_folder
 from groupax.storage.replacing import check_disjoint
 from groupax.types import Metrics
 
-
-@dataclass
-class AcceleratorConfig:
-    """The fields of accelerate's settings of data loaders, which TRL's trainer sets for streaming datasets."""
-
-    split_batches: bool = False
-    dispatch_batches: bool | None = None
-    even_batches: bool = True
-    use_seedable_sampler: bool = True
+# Methods of TRL's trainer that groupax never calls, by what to do instead.
+_REFUSED_BY_REMEDY = {
+    "gradients come from JAX: give a function in JAX as loss_type of the config, which docs/algorithm.md describes "
+    "under 'Your own loss'": """_compute_loss compute_loss compute_loss_context_manager autocast_smart_context_manager
+        _get_per_token_logps_and_entropies get_gamma_weights get_high_entropy_mask get_off_policy_mask""",
+    "pass rollout_func to sample yourself, tools or environment_factory for turns, and reward functions for "
+    "the scores, which receive log_metric and log_extra": """
+        _generate _generate_and_score_completions _generate_single_turn _get_tool_suffix_ids _prepare_input
+        _prepare_inputs _tokenize_prompts _tool_call_loop get_batch_samples _calculate_rewards _log_completion_extra
+        _log_metric""",
+    "the steps, the data's order, evaluations, checkpoints and uploads are groupax's own: change the config or the "
+    "dataset, act in a callback, or override log": """training_step
+        _build_accelerator_args _clip_grad_norm _defer_fsdp_gradient_reduction _determine_best_metric _evaluate
+        _finalize_training _finish_current_push _get_collator_with_removed_columns _get_dataloader _get_eval_sampler
+        _get_grad_norm _get_learning_rate _get_num_items_in_batch _get_output_dir _get_train_sampler
+        _has_mixed_mesh_grads _hp_search_setup _init_training_state _inner_training_loop _issue_warnings_after_load
+        _load_best_model _load_callback_state _load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state
+        _load_scaler _maybe_log_save_evaluate _mixed_mesh_grad_norm _move_model_to_device
+        _prepare_context_parallel_inputs _prepare_for_training _push_from_checkpoint _remove_unused_columns
+        _report_to_hp_search _run_epoch _save _save_checkpoint _save_optimizer_and_scheduler _save_rng_state
+        _save_scaler _send_telemetry _set_signature_columns_if_needed _sync_replicated_trainable_parameters
+        _track_num_input_tokens _tune_save_checkpoint _update_auto_batch_size _validate_args _wrap_model
+        call_model_init create_accelerator_and_postprocess create_model_card create_optimizer
+        create_optimizer_and_scheduler create_scheduler end evaluation_loop floating_point_ops get_cp_size
+        get_decay_parameter_names get_eval_dataloader get_learning_rates get_num_trainable_parameters
+        get_optimizer_cls_and_kwargs get_optimizer_group get_sp_size get_test_dataloader get_total_train_batch_size
+        get_tp_size get_train_dataloader hyperparameter_search init_hf_repo loss_is_scaled_for_ga metrics_format
+        num_examples pop_callback predict prediction_step set_initial_training_values store_flos""",
+}
+REFUSED = {name: remedy for remedy, names in _REFUSED_BY_REMEDY.items() for name in names.split()}
+# Methods that a run of groupax calls at no time, although scripts may, with the setting that would have TRL call them.
+_BY_SCRIPTS = {
+    "evaluate": ("eval_strategy", "call evaluate yourself, or act in a callback's on_evaluate"),
+    "save_model": ("save_strategy", "call save_model yourself, or act in a callback's on_save"),
+}
 
 
 class Accelerator:
@@ -45,25 +70,17 @@ class Accelerator:
     One process uses all devices of its machine, so `num_processes` counts machines. Tensors of scripts are on the CPU.
     """
 
-    sync_gradients = is_local_main_process = True  # an optimizer step is one call; each machine has one process
-    local_process_index = 0
+    is_local_main_process, local_process_index = True, 0  # each machine has one process
     num_processes = property(lambda _: processes.num_processes())
     process_index = property(lambda _: processes.process_index())
     is_main_process = property(lambda _: processes.is_primary())
-    is_last_process = property(lambda self: self.process_index == self.num_processes - 1)
+    device = property(lambda _: torch_cpu())
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"trainer.accelerator has no {name!r}: groupax trains with JAX, without accelerate; what it offers is "
             f"{', '.join(each for each in dir(type(self)) if not each.startswith('_'))}"
         )
-
-    @property
-    def device(self) -> Any:
-        """PyTorch's device for tensors of scripts."""
-        import torch
-
-        return torch.device("cpu")
 
     def print(self, *values: Any, **named: Any) -> None:
         """Prints in the main process only."""
@@ -74,51 +91,9 @@ class Accelerator:
         """Waits until all processes have come to this call."""
         processes.all_gather_object(None)
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Runs the block in the main process first, then in the others."""
-        if not self.is_main_process:
-            self.wait_for_everyone()
-        yield
-        if self.is_main_process:
-            self.wait_for_everyone()
-
-    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that does nothing in other processes than the main one."""
-        return function if self.is_main_process else lambda *_, **__: None
-
     def unwrap_model(self, model: Any, **_: Any) -> Any:
         """Returns the model itself, which nothing wraps."""
         return model
-
-    def gather(self, values: Any) -> Any:
-        """Returns tensors, or a tree of them, of all processes one after another along the first dimension."""
-        if self.num_processes == 1:
-            return values
-        import torch
-
-        gathered = processes.all_gather_object(values)
-        return jax.tree.map(lambda *each: torch.cat([torch.atleast_1d(one) for one in each]), *gathered)
-
-    gather_for_metrics = gather
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Returns a tensor padded along a dimension with `pad_index` to the longest among the processes."""
-        missing = max(processes.all_gather_object(tensor.shape[dim])) - tensor.shape[dim]
-        if not missing:
-            return tensor
-        import torch
-
-        shape = [missing if index == dim % tensor.dim() else size for index, size in enumerate(tensor.shape)]
-        padding = tensor.new_full(shape, pad_index)
-        return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim)
-
-    def free_memory(self, *objects: Any) -> list[None]:
-        """Returns None for each object, for the caller to forget them by."""
-        return [None for _ in objects]
-
-    def end_training(self) -> None:
-        """Does nothing: `train` closes what it opened."""
 
 
 class TrainOutput(NamedTuple):
@@ -142,6 +117,8 @@ class BaseTrainer:
 
     # Methods that subclasses may not override, with what to do instead.
     REFUSED_OVERRIDES: ClassVar[Mapping[str, str]] = REFUSED
+    # Listeners of the native trainer besides those that call callbacks and show the model.
+    WATCHES: ClassVar[tuple[Callable[[Event], Any], ...]] = ()
 
     args: Any
     state: State
@@ -150,6 +127,7 @@ class BaseTrainer:
     _output_dir: str
     _trained: TrainedModel
     _folders: TRLFolders | None
+    _passed: list[Mapping[str, Any]] | None = None  # to the own `log`, while a line is revised
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in REFUSED:  # a replaced method has no more effect than an overridden one
@@ -158,8 +136,8 @@ class BaseTrainer:
             )
         super().__setattr__(name, value)
 
-    def _prepare(self, args: Any, settings: Any, policy: Policy, callbacks: Sequence[Any] | None) -> tuple[Any, Policy]:
-        """Sets the state, and returns settings and policy with the layout of folders and a quantized base."""
+    def _prepare(self, args: Any, settings: Any, callbacks: Sequence[Any] | None) -> Any:
+        """Sets the state, and returns settings with the layout of folders."""
         self.args, where = args, settings.output_dir
         if not is_remote(where):  # absolute, since a reward may change the working directory
             where = str(Path(where).expanduser().absolute())
@@ -168,14 +146,12 @@ class BaseTrainer:
         self.callbacks = list(callbacks or [])
         self._listeners: list[Any] = []
         self._listener: CallbackListener | None = None
+        self._revised: list[list[Mapping[str, Any]]] = []  # lines that the listener has not recorded yet
         self._folders = folders_of(args, self._output_dir, self.state)
         if self._folders is not None:
             more = {"save_total_limit": None, "metric_for_best_model": None}  # see `TRLFolders`
             settings = replace(settings, output_dir=run_folder(self._output_dir), **more)
-        if policy.weights != "same":
-            settings = replace(settings, base_weights=policy.weights, **adapter_settings(policy.peft_config))
-            policy = replace(policy, peft_config=None)
-        return settings, policy
+        return settings
 
     def _finish(self, policy: Policy, has_eval_sets: bool) -> None:
         """Connects the native trainer with the model object and the folders."""
@@ -211,11 +187,6 @@ class BaseTrainer:
         """Returns whether this is the first process of its machine; groupax has one on each."""
         return True
 
-    def get_num_trainable_parameters(self) -> int:
-        """Returns the number of weights that are trained."""
-        model = self.native.model
-        return count_params(model.config, model.adapter and model.adapter.config)[0]
-
     # -- callbacks
 
     def add_callback(self, callback: Any) -> None:
@@ -228,24 +199,67 @@ class BaseTrainer:
         self.callbacks = [own for own in self.callbacks if own is not callback and type(own) is not callback]
         self._listener = None
 
-    def pop_callback(self, callback: Any) -> Any:
-        """Removes a callback, or the first one of a class, and returns it; None if there is none."""
-        found = next((own for own in self.callbacks if own is callback or type(own) is callback), None)
-        if found is not None:
-            self.remove_callback(found)
-        return found
-
-    def _new_listener(
-        self, steps_per_epoch: int, rows_per_step: int, log: Callable[[int, Metrics], None] | None = None
-    ) -> CallbackListener:
+    def _callback_listener(self) -> CallbackListener:
         """Returns the listener that calls the callbacks and keeps the state."""
-        more = {"model": self.model, "processing_class": self.processing_class, "train_dataloader": None}
-        listener = CallbackListener(
-            self.callbacks, self.args, steps_per_epoch, self.state, more, rows_per_step, log=log
-        )
-        if self._folders is not None:
-            self._folders.control = listener.control
-        return listener
+        if self._listener is None:
+            more = {"model": self.model, "processing_class": self.processing_class, "train_dataloader": None}
+            steps_per_epoch, rows_per_step = self._pace()
+            self._listener = CallbackListener(
+                self.callbacks, self.args, steps_per_epoch, self.state, more, rows_per_step, log=self._write_line
+            )
+            if self._folders is not None:
+                self._folders.control = self._listener.control
+        return self._listener
+
+    def _pace(self) -> tuple[int, int]:
+        """Returns the optimizer steps of an epoch, and the rows of a step."""
+        raise NotImplementedError
+
+    # -- lines of the log, which a subclass may change
+
+    def log(self, logs: Mapping[str, Any], start_time: float | None = None) -> None:
+        """Adds a line to `state.log_history` and calls the callbacks.
+
+        Numbers that a subclass adds to a line of the run also reach the run's metrics and trackers.
+
+        Args:
+            logs: Values by name.
+            start_time: Not used: the times are among the values.
+        """
+        del start_time
+        if self._passed is None:
+            self._callback_listener().record(self.native.cursor.step, dict(logs))
+        else:
+            for name in logs:
+                check_name("log", "the name of a value", name)
+            self._passed.append(dict(logs))
+
+    def _write_line(self, step: int, metrics: Metrics) -> None:
+        """Records a line of the log: as it was revised, else through `log`."""
+        if self._revised:
+            for logs in self._revised.pop(0):
+                self._callback_listener().record(step, logs)
+        else:
+            self.log(dict(metrics))
+
+    def _revise(self, step: int, metrics: Metrics) -> Metrics:
+        """Passes metrics through `log`; returns them with the numbers that it adds or changes."""
+        is_line = step % max(1, self.state.logging_steps) == 0 or any(name.startswith("eval_") for name in metrics)
+        if not is_line:  # the last steps of a run belong to its closing line
+            return metrics
+        self._passed = passed = []
+        try:
+            self.log(dict(metrics))
+        finally:
+            self._passed = None
+        self._revised.append(passed)
+        numbers = {
+            name: float(value)
+            for logs in passed
+            for name, value in logs.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+        return {**metrics, **numbers}
 
     # -- training, saving, uploading
 
@@ -258,18 +272,51 @@ class BaseTrainer:
             self.state.load_json(state)
         return chosen != "never"
 
-    def _output(self, result: Any, listener: CallbackListener) -> TrainOutput:
-        """Returns the result of a training that has ended."""
-        self._trained.report_cost(result.train_seconds)
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
+        """Trains the policy and saves it in the run's `model/`.
+
+        Args:
+            resume_from_checkpoint: True to resume from the newest checkpoint in `output_dir`, or a checkpoint's path.
+        """
+        is_resumed = self._resume(resume_from_checkpoint)
+        listener = self._callback_listener()
+        self._listeners[:] = [self._trained, *self.WATCHES, listener]
+        self._choose_sampler()
+        if self.args.eval_on_start and not is_resumed:
+            self.evaluate()
+        result = self.native.train()
         if self.args.push_to_hub:
             self.push_to_hub()
         return TrainOutput(result.num_steps, listener.summary["train_loss"], {**result.metrics, **listener.summary})
 
-    def _eval_set(self, name: str) -> Any:
-        sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
-        if name not in sets:
-            raise ValueError(f"there is no evaluation set {name!r}; give a dataset, or its name{nearest(name, sets)}")
-        return sets[name]
+    def _choose_sampler(self) -> None:
+        """Prepares sampling, which not every trainer does."""
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        """Evaluates the current policy on held-out data, and returns metrics by name.
+
+        Args:
+            eval_dataset: Data, or several sets by name, or the name of one of the trainer's sets; by default those that
+                the trainer was given.
+            ignore_keys: Not used: there are no outputs of a model to gather.
+            metric_key_prefix: Beginning of the metrics' names, before the name of a set.
+        """
+        del ignore_keys
+        if isinstance(eval_dataset, str):
+            sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+            if eval_dataset not in sets:
+                raise ValueError(f"there is no evaluation set {eval_dataset!r}{nearest(eval_dataset, sets)}")
+            eval_dataset = sets[eval_dataset]
+        self._choose_sampler()
+        metrics: dict[str, float] = {}
+        for own in self._evaluations(eval_dataset, metric_key_prefix):
+            self._callback_listener().evaluated(self.native.cursor.step, own)
+            metrics |= own
+        return {**metrics, "epoch": self.state.epoch}
+
+    def _evaluations(self, dataset: Any, prefix: str) -> list[dict[str, float]]:
+        """Returns the metrics of each set of a dataset; those of the trainer's own sets for None."""
+        raise NotImplementedError
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Writes the current policy, or its adapter, and the tokenizer; other files in the folder are kept.
@@ -293,24 +340,17 @@ class BaseTrainer:
 
     # -- reports
 
-    def metrics_format(self, metrics: Mapping[str, Any]) -> dict[str, str]:
-        """Returns metrics as the texts that `log_metrics` prints."""
-        return {name: _text_of(name, value) for name, value in metrics.items()}
-
     def log_metrics(self, split: str, metrics: Mapping[str, float]) -> None:
-        """Prints metrics as transformers does.
+        """Prints metrics.
 
         Args:
             split: What they are about, e.g. "train" or "eval".
             metrics: Values by name.
         """
-        if not self.is_world_process_zero():
-            return
-        texts = self.metrics_format(dict(sorted(metrics.items())))
-        name_width, width = (max(map(len, each), default=0) for each in (texts, texts.values()))
-        print(f"***** {split} metrics *****")
-        for name, text in texts.items():
-            print(f"  {name:<{name_width}} = {text:>{width}}")
+        if self.is_world_process_zero():
+            print(f"***** {split} metrics *****")
+            for name, value in sorted(metrics.items()):
+                print(f"  {name} = {round(value, 4) if isinstance(value, float) else value}")
 
     def save_metrics(self, split: str, metrics: Mapping[str, float], combined: bool = True) -> None:
         """Writes metrics to a file in `output_dir`.
@@ -342,17 +382,43 @@ class BaseTrainer:
         return folder
 
 
+def check_overrides(trainer: Any, base: type) -> None:
+    """Checks that every method of TRL's trainer that a subclass overrides takes part in the run.
+
+    Args:
+        trainer: Trainer, whose class may be a subclass.
+        base: The class of groupax.
+
+    Raises:
+        ValueError: An override would never be called; names the class, the method and what to do instead.
+    """
+    for cls in type(trainer).__mro__[: type(trainer).__mro__.index(base)]:
+        refused = {} if cls.__module__.partition(".")[0] == "groupax" else base.REFUSED_OVERRIDES
+        for name in vars(cls):
+            if name in refused:
+                raise ValueError(f"{cls.__name__} overrides {name}, which groupax would never call: {refused[name]}")
+    for name, (setting, remedy) in _BY_SCRIPTS.items():
+        value = getattr(trainer.args, setting)
+        if value != "no" and getattr(type(trainer), name) is not getattr(base, name):
+            raise ValueError(
+                f"{type(trainer).__name__} overrides {name}, which groupax calls in no run of its own, and {setting} "
+                f"is {value!r}: set {setting}='no', and {remedy}"
+            )
+
+
+def check_optimizers(optimizers: tuple[Any, Any]) -> None:
+    """Raises a ValueError if a script gives an optimizer or a scheduler of PyTorch."""
+    if any(each is not None for each in optimizers):
+        raise ValueError(
+            "optimizers of PyTorch cannot train weights of JAX: set optim, learning_rate, weight_decay and "
+            "lr_scheduler_type in the config"
+        )
+
+
 def num_accelerators() -> int:
     """Returns the device count that `per_device_train_batch_size` refers to; a process on CPU counts as one device."""
     configure_jax()
     return jax.process_count() if jax.default_backend() == "cpu" else jax.device_count()
-
-
-def _text_of(name: str, value: Any) -> str:
-    if "_runtime" in name:
-        hundredths = round(100 * value)
-        return f"{datetime.timedelta(seconds=hundredths // 100)}.{hundredths % 100:02d}"
-    return str(round(value, 4) if isinstance(value, float) else value)
 
 
 def _write(path: Path, metrics: Mapping[str, float]) -> None:

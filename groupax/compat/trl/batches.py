@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from groupax.compat.trl.overridden import Calculate, RevisedRewards
 from groupax.compat.trl.policy import ModelSampler
 from groupax.engine.sequence import Sampler
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
@@ -18,7 +17,6 @@ from groupax.events import TokenScores
 from groupax.metrics.completions import reward_metrics, trl_zero_std_frac
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.contract import reward_matrix
-from groupax.rewards.runner import RewardRunner
 from groupax.rollouts.rows import advantages_of, masked_ends, row_of
 from groupax.rollouts.state import Cursor, Experience, UpdateSchedule
 from groupax.runs.build import eval_params
@@ -35,10 +33,6 @@ def with_trl_metrics(trainer: Any, evaluation: Evaluation) -> Evaluation:
     """Returns an evaluation with the metrics that TRL has and groupax has not.
 
     They are the loss of the objective with the metrics of an update, and the spread of the rewards.
-
-    Args:
-        trainer: The native trainer that evaluated.
-        evaluation: Its evaluation.
     """
     return Evaluation({name: _with_trl_metrics(trainer, each) for name, each in evaluation.sets.items()})
 
@@ -150,8 +144,7 @@ class TRLBatchTrainer(GRPOTrainer):
     Args:
         schedule: How rollouts become optimizer steps.
         arguments: Those of `groupax.GRPOTrainer`, as `named` are.
-        calculate_rewards: Revises the scores of a rollout, for a subclass of TRL's trainer; None if it does not.
-        revise_line: Likewise revises a line of the log.
+        revise_line: Revises a line of the log, for a subclass of TRL's trainer; None if it does not.
     """
 
     schedule: TRLSchedule
@@ -161,11 +154,10 @@ class TRLBatchTrainer(GRPOTrainer):
         self,
         schedule: TRLSchedule,
         *arguments: Any,
-        calculate_rewards: Calculate | None = None,
         revise_line: Callable[[int, Metrics], Metrics] | None = None,
         **named: Any,
     ) -> None:
-        self._schedule, self._calculate_rewards, self._revise_line = schedule, calculate_rewards, revise_line
+        self._schedule, self._revise_line = schedule, revise_line
         # while a step takes rows of several rollouts: the state at its start, with the known shapes
         self._step_start: tuple[Cursor, Experience | None, list[Shape]] | None = None
         self._num_earlier = 0  # rows of earlier rollouts in the step
@@ -192,11 +184,6 @@ class TRLBatchTrainer(GRPOTrainer):
     def eval_sampler(self) -> Sampler:
         """The sampler of evaluations, which is the model's own `generate` if it has one."""
         return self._own_sampler or super().eval_sampler
-
-    def make_reward_runner(self) -> RewardRunner:
-        """Returns a runner whose scores a subclass may change."""
-        calculate = self._calculate_rewards
-        return super().make_reward_runner() if calculate is None else RevisedRewards(self.rewards, self.args, calculate)
 
     @contextmanager
     def working(self, stop: PreemptionHandler) -> Iterator[None]:

@@ -1,26 +1,10 @@
 """TRL's `GRPOConfig` and `RLOOConfig`, as settings of groupax."""
 
-import copy
-import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import make_dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
-from groupax.compat.fields import (
-    EVAL_SAMPLING,
-    Fields,
-    arguments,
-    as_native,
-    former,
-    inert,
-    matching_eval_sampling,
-    parse_mapping,
-    refused,
-    same,
-    scale_rewards,
-    warn,
-)
+from groupax.compat.fields import EVAL_SAMPLING, arguments, parse_mapping, scale_rewards, warn
 from groupax.compat.trl.arguments import TrainingArguments
 from groupax.compat.trl.batches import TRLSchedule, trl_schedule
 from groupax.settings.fields import nearest, shown
@@ -77,37 +61,25 @@ COUNTS = (
 MAX_COUNT = 10**7
 SUMMED_OVER_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
 
-_sampled = inert("sampling is done by groupax's own engine or server")
-_shown = inert(
+_INERT = {
+    "groupax never runs code from a model's folder": "trust_remote_code=False",
+    "tokens are packed without padding": "pad_to_multiple_of='auto'",
+    "programs are compiled by XLA": "use_liger_loss=False",
+    "images are logged wherever completions are, once each": "log_multimodal=True",
     "its display shows a sample group now and then, and all completions of logged steps are in "
-    "output_dir/groupax/rollouts"
-)
+    "output_dir/groupax/rollouts": "num_completions_to_print=None log_unique_prompts=False",
+    "sampling is done by groupax's own engine or server": """
+        ds3_gather_for_generation=True cache_implementation=None vllm_model_impl='vllm' vllm_enable_sleep_mode=False
+        vllm_server_timeout=240.0 vllm_group_port=51216 vllm_gpu_memory_utilization=0.3 vllm_max_model_length=None
+        vllm_device='auto' vllm_dtype='auto' vllm_max_model_len=None vllm_enable_prefix_caching=None
+        use_transformers_continuous_batching=False transformers_continuous_batching_config=None
+        use_transformers_paged=False""",
+}
 
 
-class Batches(NamedTuple):
-    """The sizes that TRL's batch settings resolve to.
-
-    Attributes:
-        rows: Completions of a micro-batch, over all devices.
-        accumulated: Micro-batches of an optimizer step.
-        generated: Micro-batches of a generation.
-    """
-
-    rows: int
-    accumulated: int
-    generated: int
-
-
-@arguments("TRL")
-class GRPOConfig(TrainingArguments):
-    """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
-
-    The fields are in the order and have the defaults of TRL's own class.
-
-    Raises:
-        TypeError: A field is unknown.
-        ValueError: A field cannot be honoured.
-    """
+@arguments("TRL", inert=_INERT, former={"vllm_guided_decoding_regex": "vllm_structured_outputs_regex"})
+class OnlineConfig(TrainingArguments):
+    """The fields that TRL's `GRPOConfig` and `RLOOConfig` share."""
 
     MAPPINGS: ClassVar[tuple[str, ...]] = (
         *TrainingArguments.MAPPINGS,
@@ -117,103 +89,44 @@ class GRPOConfig(TrainingArguments):
         "transformers_continuous_batching_config",
     )
 
-    learning_rate: float = same(1e-6)
-    seed: int = same(42)
+    learning_rate: float = 1e-6
     model_init_kwargs: dict[str, Any] | str | None = None
-    trust_remote_code: bool = inert("groupax never runs code from a model's folder")(False)
-    router_aux_loss_coef: float | None = same(None)
+    router_aux_loss_coef: float | None = None
     disable_dropout: bool = False
-    cast_lm_head_to_fp32: bool = inert("logits and losses are float32")(False)
-    num_generations: int = same(8)
+    num_generations: int = 8
     num_generations_eval: int | None = None
-    max_completion_length: int | None = same(512)
-    ds3_gather_for_generation: bool = _sampled(True)
+    max_completion_length: int | None = 512
+    max_prompt_length: int | None = None  # of earlier versions of TRL
     shuffle_dataset: bool | None = True
-    pad_to_multiple_of: int | str | None = inert("tokens are packed without padding")("auto")
     generation_batch_size: int | None = None
     steps_per_generation: int | None = None
-    temperature: float = same(1.0)
+    temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float | None = None
     generation_kwargs: dict[str, Any] | str | None = None
     chat_template_kwargs: dict[str, Any] | str | None = None
-    repetition_penalty: float = same(1.0)
-    cache_implementation: str | None = _sampled(None)
+    repetition_penalty: float = 1.0
     use_vllm: bool = False
     vllm_mode: str = "colocate"
-    vllm_model_impl: str = _sampled("vllm")
-    vllm_enable_sleep_mode: bool = _sampled(False)
     vllm_structured_outputs_regex: str | None = None
     vllm_server_base_url: str | None = None
     vllm_server_host: str = "0.0.0.0"
     vllm_server_port: int = 8000
-    vllm_server_timeout: float = _sampled(240.0)
-    vllm_group_port: int = _sampled(51216)
-    vllm_gpu_memory_utilization: float = _sampled(0.3)
-    vllm_max_model_length: int | None = _sampled(None)
     vllm_tensor_parallel_size: int = 1
-    beta: float = same(0.0)
-    num_iterations: int = same(1)
-    epsilon: float = same(0.2)
-    delta: float | None = same(None)
-    epsilon_high: float | None = same(None)
-    sapo_temperature_neg: float = same(1.05)
-    sapo_temperature_pos: float = same(1.0)
-    vespo_k_pos: float = same(2.0)
-    vespo_lambda_pos: float = same(3.0)
-    vespo_k_neg: float = same(3.0)
-    vespo_lambda_neg: float = same(2.0)
-    importance_sampling_level: str = same("token")
+    beta: float = 0.0
+    num_iterations: int = 1
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
     reward_weights: list[float] | None = None
-    multi_objective_aggregation: str = same("sum_then_normalize")
-    scale_rewards: str = "group"
-    loss_type: str = same("dapo")
     mask_truncated_completions: bool = False
-    sync_ref_model: bool = same(False)
-    ref_model_mixup_alpha: float = same(0.6)
-    ref_model_sync_steps: int = same(512)
-    top_entropy_quantile: float = same(1.0)
-    entropy_coef: float = same(0.0)
-    use_adaptive_entropy: bool = same(False)
-    entropy_coef_min: float = same(0.0)
-    entropy_coef_max: float = same(1.0)
-    entropy_coef_delta: float = same(0.005)
-    entropy_target: float = same(0.2)
-    max_tool_calling_iterations: int | None = None
-    vllm_importance_sampling_correction: bool = True
-    vllm_importance_sampling_mode: str = "sequence_mask"
-    vllm_importance_sampling_clip_max: float | None = 3.0
-    vllm_importance_sampling_clip_min: float | None = None
-    off_policy_mask_threshold: float | None = same(None)
-    use_bias_correction_kl: bool = same(True)
-    log_completions: bool = same(False)
-    log_multimodal: bool = inert("images are logged wherever completions are, once each")(True)
-    num_completions_to_print: int | None = _shown(None)
-    log_unique_prompts: bool = _shown(False)
-    log_completions_hub_repo: str | None = refused(
-        None, "log_completions=True writes them to output_dir; upload that folder after the run"
-    )
-    use_transformers_continuous_batching: bool = _sampled(False)
-    transformers_continuous_batching_config: dict[str, Any] | str | None = _sampled(None)
-    use_transformers_paged: bool = _sampled(False)
-    # fields of earlier versions of TRL
-    max_prompt_length: int | None = same(None)
-    use_liger_loss: bool = inert("programs are compiled by XLA")(False)
-    vllm_device: str = _sampled("auto")
-    vllm_dtype: str = _sampled("auto")
-    vllm_max_model_len: int | None = _sampled(None)
-    vllm_enable_prefix_caching: bool | None = _sampled(None)
-    vllm_guided_decoding_regex: str | None = former("vllm_structured_outputs_regex")
-    vllm_importance_sampling_cap: float | None = former("vllm_importance_sampling_clip_max")
+    sync_ref_model: bool = False
+    ref_model_mixup_alpha: float = 0.6
+    ref_model_sync_steps: int = 512
+    log_completions: bool = False
 
-    def __post_init__(self) -> None:
-        """Derives what TRL derives from other fields."""
-        super().__post_init__()
-        self.scale_rewards = scale_rewards(self.scale_rewards)
-
-    def batches(self, num_devices: int = 1) -> Batches:
-        """Resolves the batch settings for a number of devices.
+    def batches(self, num_devices: int = 1) -> tuple[int, int, int]:
+        """Returns the completions of a micro-batch on all devices, and the micro-batches of a step and a generation.
 
         Raises:
             ValueError: The settings are inconsistent.
@@ -250,7 +163,7 @@ class GRPOConfig(TrainingArguments):
                 f"is not a multiple of num_generations {self.num_generations}; per_device_train_batch_size counts "
                 "completions"
             )
-        return Batches(rows, accumulated, generated)
+        return rows, accumulated, generated
 
     def schedule(self, num_devices: int = 1) -> TRLSchedule:
         """Returns how rollouts become optimizer steps on this number of devices."""
@@ -266,19 +179,11 @@ class GRPOConfig(TrainingArguments):
         Raises:
             ValueError: A setting is not supported by groupax.
         """
-        self._warn_about_losses()
-        if self.off_policy_mask_threshold == 0:
-            raise ValueError(
-                "off_policy_mask_threshold=0 would mask completions by the rounding between sampling and training; set "
-                "it above that, e.g. to 0.01, or leave it out"
-            )
         rows, accumulated, generated = self.batches(num_devices)
         every = self.schedule(num_devices).num_steps(num_prompts, 1, -1) if num_prompts else 1
         weights = self.reward_weights
         settings = {
-            **self.same_settings(),
             **ALWAYS,
-            "output_dir": self.output_dir,
             "prompts_per_step": max(1, round(rows * accumulated / self.num_generations)),  # see `schedule`
             "updates_per_rollout": max(1, round(generated / accumulated)),
             "prompt_order": "shuffled_by_torch" if self.shuffle_dataset else "dataset",
@@ -287,34 +192,150 @@ class GRPOConfig(TrainingArguments):
             "top_k": self.top_k if self.top_k and self.top_k > 0 else 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "min_p": self.min_p or 0.0,
-            "scale_rewards": scale_rewards(self.scale_rewards),
             "reward_weights": tuple(weights) if isinstance(weights, Sequence) else weights,
             # a call or its result that ends an episode counts as finished there
             "mask_truncated_completions": ("length",) if self.mask_truncated_completions else False,
-            "max_tool_turns": self.max_tool_calling_iterations,
-            **({"epsilon_high": self.epsilon} if self.loss_type == "cispo" and self.epsilon_high is None else {}),
+            **self._objective_settings(),
             **self.compute_settings(),
             **self.reporting_settings(),
             **self.optimizer_settings(),
             **self._generation_settings(),
             **self._vllm_settings(),
+            "eval_num_generations": self.num_generations_eval or self.num_generations,
             "eval_steps": self.evaluated_every(every),
             **self.saving_settings(every),
         }
-        settings |= matching_eval_sampling(settings, self.num_generations_eval or self.num_generations)
-        return as_native(settings, NAMES)
+        return self.as_native(settings, NAMES)
+
+    def _objective_settings(self) -> dict[str, Any]:
+        """Returns the native settings for what distinguishes the algorithm."""
+        raise NotImplementedError
+
+    def _generation_settings(self) -> dict[str, Any]:
+        """Returns the native settings for `generation_kwargs`."""
+        given = dict(parse_mapping(self.generation_kwargs, "generation_kwargs"))
+        if given.pop("do_sample", True) is not True:
+            raise ValueError(
+                "generation_kwargs has do_sample=False: greedy completions of a prompt are all the same, so their "
+                "rewards do not differ and nothing is learned; leave it out"
+            )
+        for name in given:
+            if name not in GENERATION:
+                raise ValueError(
+                    f"generation_kwargs has {name!r}; choose from {', '.join(GENERATION)} and do_sample"
+                    f"{nearest(name, GENERATION)}"
+                )
+        if "stop" in given and "stop_strings" in given:
+            raise ValueError("generation_kwargs has stop and stop_strings, which mean the same; leave one of them out")
+        return {GENERATION[name]: value for name, value in given.items()}
+
+    def _server_url(self) -> str | None:
+        """Returns the address of the server that samples; None for groupax's own engine."""
+        host = self.vllm_server_host
+        has_server = self.vllm_mode == "server" or host != self.FIELDS.defaults["vllm_server_host"]
+        if self.vllm_server_base_url is None and has_server and host:
+            return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.vllm_server_port}"
+        return self.vllm_server_base_url
+
+    def _vllm_settings(self) -> dict[str, Any]:
+        """Returns the native settings for `use_vllm` and the other vLLM settings."""
+        tp, url, regex = self.vllm_tensor_parallel_size, self._server_url(), self.vllm_structured_outputs_regex
+        if tp != 1 and (url is not None or not self.use_vllm):
+            why = "the server decides how it shards weights (groupax serve --tp)"
+            why = why if self.use_vllm else "it needs use_vllm=True"
+            warn(f"vllm_tensor_parallel_size={tp} changes nothing in groupax: {why}")
+        if not self.use_vllm:
+            if regex is not None:
+                warn("vllm_structured_outputs_regex has no effect without use_vllm=True, as in TRL")
+            return {}
+        if url is None:
+            warn(
+                "use_vllm=True: groupax's own engine samples in the trainer's process, with the policy's own weights; "
+                "vLLM is not needed, and there is no server to start and no weights to sync"
+            )
+            return {"decoding_tp": tp, "regex": regex}
+        warn(f"use_vllm=True: rollouts are sampled by the server at {url}; docs/serving.md says how to start one")
+        return {"rollout_servers": (url,), "regex": regex}
+
+
+@arguments(
+    "TRL",
+    inert={"logits and losses are float32": "cast_lm_head_to_fp32=False"},
+    refused={
+        "log_completions=True writes them to output_dir; upload that folder after the run": """
+            log_completions_hub_repo=None"""
+    },
+    former={"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"},
+)
+class GRPOConfig(OnlineConfig):
+    """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
+
+    Raises:
+        TypeError: A field is unknown.
+        ValueError: A field cannot be honoured.
+    """
+
+    delta: float | None = None
+    sapo_temperature_neg: float = 1.05
+    sapo_temperature_pos: float = 1.0
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    importance_sampling_level: str = "token"
+    multi_objective_aggregation: str = "sum_then_normalize"
+    scale_rewards: str = "group"
+    loss_type: str = "dapo"
+    top_entropy_quantile: float = 1.0
+    entropy_coef: float = 0.0
+    use_adaptive_entropy: bool = False
+    entropy_coef_min: float = 0.0
+    entropy_coef_max: float = 1.0
+    entropy_coef_delta: float = 0.005
+    entropy_target: float = 0.2
+    max_tool_calling_iterations: int | None = None
+    vllm_importance_sampling_correction: bool = True
+    vllm_importance_sampling_mode: str = "sequence_mask"
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_min: float | None = None
+    off_policy_mask_threshold: float | None = None
+    use_bias_correction_kl: bool = True
+
+    def __post_init__(self) -> None:
+        """Derives what TRL derives from other fields."""
+        super().__post_init__()
+        self.scale_rewards = scale_rewards(self.scale_rewards)
+
+    def _objective_settings(self) -> dict[str, Any]:
+        """Returns the native settings for the loss, the rewards' scale, tools, and the correction of other samplers.
+
+        vLLM's importance-sampling correction is on if a server samples, if completions match an expression, or if its
+        mode is not the default.
+        """
+        self._warn_about_losses()
+        if self.off_policy_mask_threshold == 0:
+            raise ValueError(
+                "off_policy_mask_threshold=0 would mask completions by the rounding between sampling and training; set "
+                "it above that, e.g. to 0.01, or leave it out"
+            )
+        settings: dict[str, Any] = {
+            "scale_rewards": scale_rewards(self.scale_rewards),
+            "max_tool_turns": self.max_tool_calling_iterations,
+        }
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            settings["epsilon_high"] = self.epsilon
+        mode = self.vllm_importance_sampling_mode
+        is_other = self._server_url() is not None or self.vllm_structured_outputs_regex is not None
+        is_other |= mode != self.FIELDS.defaults["vllm_importance_sampling_mode"]
+        if self.use_vllm and is_other and self.vllm_importance_sampling_correction:
+            settings["rollout_correction"] = mode
+            settings["rollout_correction_min"] = self.vllm_importance_sampling_clip_min
+            settings["rollout_correction_max"] = self.vllm_importance_sampling_clip_max
+        return settings
 
     def _warn_about_losses(self) -> None:
         """Says what is unusual about a loss and the level of its ratios, as TRL does, and what differs from TRL's."""
         loss, level, quantile = self.loss_type, self.importance_sampling_level, self.top_entropy_quantile
-        if loss == "luspo" and level != "sequence":
-            logger.warning("loss_type 'luspo' is meant for importance_sampling_level 'sequence', it is %r", level)
-        if loss == "vespo" and level != "token":
-            logger.warning(
-                "loss_type 'vespo' computes a ratio of whole sequences itself; leave importance_sampling_level at "
-                "'token', it is %r",
-                level,
-            )
         if level == "sequence" and loss in SUMMED_OVER_TOKENS:
             logger.warning(
                 "importance_sampling_level 'sequence' with loss_type %r sums over tokens, which weights each sequence "
@@ -337,128 +358,29 @@ class GRPOConfig(TrainingArguments):
                 "scales the loss of on-policy tokens by that; set epsilon_high, e.g. to 5.0"
             )
 
-    def _generation_settings(self) -> dict[str, Any]:
-        """Returns the native settings for `generation_kwargs`."""
-        given = dict(parse_mapping(self.generation_kwargs, "generation_kwargs"))
-        if given.pop("do_sample", True) is not True:
-            raise ValueError(
-                "generation_kwargs has do_sample=False: greedy completions of a prompt are all the same, so their "
-                "rewards do not differ and nothing is learned; leave it out"
-            )
-        for name in given:
-            if name not in GENERATION:
-                raise ValueError(
-                    f"generation_kwargs has {name!r}; choose from {', '.join(GENERATION)} and do_sample"
-                    f"{nearest(name, GENERATION)}"
-                )
-        if "stop" in given and "stop_strings" in given:
-            raise ValueError("generation_kwargs has stop and stop_strings, which mean the same; leave one of them out")
-        return {GENERATION[name]: value for name, value in given.items()}
 
-    def _vllm_settings(self) -> dict[str, Any]:
-        """Returns the native settings for `use_vllm` and the other vLLM settings.
-
-        vLLM's importance-sampling correction is on if a server samples, if completions match an expression, or if its
-        mode is not the default.
-        """
-        regex, tp, host = self.vllm_structured_outputs_regex, self.vllm_tensor_parallel_size, self.vllm_server_host
-        defaults, url = self.FIELDS.defaults, self.vllm_server_base_url
-        has_server = self.vllm_mode == "server" or host != defaults["vllm_server_host"]
-        if url is None and has_server and host:
-            url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.vllm_server_port}"
-        if not self.use_vllm or url is not None:
-            why = "the server decides how it shards weights (groupax serve --tp)"
-            if tp != 1:
-                why = why if self.use_vllm else "it needs use_vllm=True"
-                warn(f"vllm_tensor_parallel_size={tp} changes nothing in groupax: {why}")
-        if not self.use_vllm:
-            if regex is not None:
-                warn("vllm_structured_outputs_regex has no effect without use_vllm=True, as in TRL")
-            return {}
-        if url is None:
-            warn(
-                "use_vllm=True: groupax's own engine samples in the trainer's process, with the policy's own weights; "
-                "vLLM is not needed, and there is no server to start and no weights to sync"
-            )
-        else:
-            warn(f"use_vllm=True: rollouts are sampled by the server at {url}; docs/serving.md says how to start one")
-        settings: dict[str, Any] = {"decoding_tp": tp} if url is None else {"rollout_servers": (url,)}
-        mode = self.vllm_importance_sampling_mode
-        if regex is not None:
-            settings["regex"] = regex
-        is_corrected = url is not None or regex is not None or mode != defaults["vllm_importance_sampling_mode"]
-        if is_corrected and self.vllm_importance_sampling_correction:
-            settings["rollout_correction"] = mode
-            settings["rollout_correction_min"] = self.vllm_importance_sampling_clip_min
-            settings["rollout_correction_max"] = self.vllm_importance_sampling_clip_max
-        return settings
-
-
-# -- RLOO
-
-# What distinguishes RLOO from GRPO in TRL, apart from the advantages; these are no fields of its config.
-_OBJECTIVE: dict[str, Any] = {
-    "loss_type": "grpo",
-    "importance_sampling_level": "sequence_sum",
-    "scale_rewards": "none",
-    "vllm_importance_sampling_correction": False,
-}
-_NORMALIZED = "groupax.objective.advantages:rloo(normalize=True)"
-# The beginnings of GRPO's further fields that RLOO has not.
-_OF_GRPO = (
-    *_OBJECTIVE,
-    *("cast_lm_head", "delta", "sapo_", "vespo_", "multi_objective", "top_entropy", "entropy_", "use_adaptive"),
-    *("max_tool_calling", "vllm_importance", "off_policy", "use_bias_correction", "log_completions_hub"),
-)
-
-
-def _rloo_fields() -> Iterator[tuple[str, Any, Any]]:
-    """Yields the fields of TRL's `RLOOConfig` in their order: those of GRPO that it has, and its own."""
-    defaults = {"num_generations": 2, "beta": 0.05}
-    for field in dataclasses.fields(GRPOConfig):  # pyright: ignore[reportArgumentType]
-        if field.name.startswith(_OF_GRPO):
-            continue
-        if field.name == "mask_truncated_completions":
-            yield "normalize_advantages", bool, False
-            yield "reward_clip_range", tuple[float, float] | None, None
-        own = copy.copy(field)
-        own.default = defaults.get(field.name, field.default)
-        yield field.name, field.type, own
-
-
-_RLOOFields: Any = make_dataclass("_RLOOFields", _rloo_fields(), bases=(TrainingArguments,), repr=False)
-
-
-@arguments("TRL", like=GRPOConfig)
-class RLOOConfig(_RLOOFields):
-    """TRL's config of REINFORCE with a leave-one-out baseline: that of GRPO without another loss, and its own fields.
+@arguments("TRL")
+class RLOOConfig(OnlineConfig):
+    """TRL's config of REINFORCE with a leave-one-out baseline.
 
     Raises:
         TypeError: A field is unknown.
         ValueError: A field cannot be honoured.
     """
 
-    FIELDS: ClassVar[Fields]
-    MAPPINGS: ClassVar[tuple[str, ...]] = GRPOConfig.MAPPINGS
+    num_generations: int = 2
+    beta: float = 0.05
+    normalize_advantages: bool = False
+    reward_clip_range: tuple[float, float] | None = None
 
-    def as_grpo(self) -> GRPOConfig:
-        """Returns the config of GRPO with the same batches, sampling, loss and optimizer."""
-        own = self.FIELDS
-        idle = own.of("inert").keys() | own.of("refused").keys()
-        shared = (own.defaults.keys() & GRPOConfig.FIELDS.defaults.keys()) - idle
-        return GRPOConfig(**{name: getattr(self, name) for name in shared}, **_OBJECTIVE)
-
-    def schedule(self, num_devices: int = 1) -> TRLSchedule:
-        """Returns how rollouts become optimizer steps on this number of devices."""
-        return self.as_grpo().schedule(num_devices)
-
-    def to_native(self, num_devices: int = 1, num_prompts: int | None = None) -> Any:
-        """Returns the native config, for the arguments of `GRPOConfig.to_native`."""
+    def _objective_settings(self) -> dict[str, Any]:
+        """Returns the native settings for RLOO's advantages and loss."""
         bounds = self.reward_clip_range
-        return replace(
-            self.as_grpo().to_native(num_devices, num_prompts),
-            scale_rewards="group",  # which the estimator does not use
-            advantage_estimator=_NORMALIZED if self.normalize_advantages else "rloo",
-            use_kl_in_reward=self.beta != 0,
-            reward_clip_range=tuple(bounds) if bounds else None,
-        )
+        normalized = "groupax.objective.advantages:rloo(normalize=True)"
+        return {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence_sum",
+            "advantage_estimator": normalized if self.normalize_advantages else "rloo",
+            "use_kl_in_reward": self.beta != 0,
+            "reward_clip_range": tuple(bounds) if bounds else None,
+        }

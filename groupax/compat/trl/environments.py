@@ -9,12 +9,11 @@ import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from groupax.data.chat import join_text_parts
 from groupax.episodes.environment import EnvironmentClass
-from groupax.tools.tool import Step, Tool, tools_from, tools_of
+from groupax.tools.tool import Tool, tools_from, tools_of
 
 RESERVED = ("reset", "get_reward")  # methods that are no tools
 PLACEHOLDER = [{"role": "user", "content": ""}]  # prompt of an environment that brings its own
@@ -56,30 +55,15 @@ class Pool:
                 self._instances[name][place] = known
         return known
 
-    def instances(self, name: str) -> list[Any]:
-        """Returns all environments of that name in the order of their places."""
-        with self._lock:
-            return [self._instances[name][place] for place in sorted(self._instances[name])]
-
     def of(self, names: Iterable[str], num_generations: int) -> list[Any]:
         """Returns the environments of a rollout's completions, from the name of each prompt's environment."""
         places: Counter[str] = Counter()
         found = []
         for name in names:
-            instances = self.instances(name)
-            found += instances[places[name] : places[name] + num_generations]
+            own = self._instances[name]
+            found += [own[place] for place in sorted(own)[places[name] : places[name] + num_generations]]
             places[name] += num_generations
         return found
-
-
-@dataclass(frozen=True)
-class TextTool(Tool):
-    """A tool whose results become texts as in TRL, once it is bound to its environment."""
-
-    def bind(self, owner: Any) -> Tool:
-        """Returns the tool of one environment."""
-        bound = super().bind(owner)
-        return replace(bound, function=_returning_text(bound.function))
 
 
 class Agents:
@@ -92,7 +76,6 @@ class Agents:
     Attributes:
         functions: All functions that the model may call; methods are those of the environments that were made first.
         names: Names of the environments.
-        functions_of: Such functions by the name of the environment, which is None if there is only one.
         is_routed: Whether the column `environment` chooses the environment.
         pool: The environments; None without any.
 
@@ -105,7 +88,6 @@ class Agents:
         self.is_routed = isinstance(environment_factory, Mapping)
         self.pool: Pool | None = None
         self.functions = list(self._tools)
-        self.functions_of: dict[str | None, list[Callable[..., Any]]] = {}
         self.names: list[str] = []
         if environment_factory is None:
             return
@@ -117,16 +99,12 @@ class Agents:
         for name in self.names:
             instance = self.pool.first(name)
             methods = [getattr(instance, tool) for tool in _tools_of(type(instance))]
-            self.functions_of[name if self.is_routed else None] = [*self._tools, *methods]
             self.functions += [method for method in methods if method not in self.functions]
 
     @property
     def tools(self) -> list[Tool]:
         """The tools that are not methods of environments, as groupax takes them."""
-        return [
-            replace(tool, function=_returning_text(tool.function), parallel=tool.parallel or tool.is_async)
-            for tool in tools_from(self._tools).values()
-        ]
+        return [replace(tool, parallel=tool.parallel or tool.is_async) for tool in tools_from(self._tools).values()]
 
     @property
     def reward_classes(self) -> list[type]:
@@ -170,27 +148,12 @@ class Agents:
             raise ValueError("without a `train_dataset` nothing but `max_steps` says how long to train; set it")
         return [{"prompt": PLACEHOLDER}] * num_prompts, False
 
-    def unknown(self, dataset: Any) -> list[str]:
-        """Returns the values of the column `environment` that name no environment."""
-        if self.pool is None or not self.is_routed:
-            return []
-        names = dataset["environment"] if "environment" in getattr(dataset, "column_names", ()) else None
-        if names is None:
-            names = [row.get("environment") for row in dataset]
-        return sorted({str(name) for name in names} - set(self.names))
-
-    def name_of(self, row: Mapping[str, Any]) -> str:
-        """Returns the name of a row's environment."""
-        return str(row.get("environment")) if self.is_routed else self.names[0]
-
-    def routed_to_first(self, dataset: Any) -> list[dict[str, Any]]:
-        """Returns rows in which the first environment stands for unknown ones."""
-        first = self.names[0]
-        names = [row.get("environment") for row in dataset]
-        return [
-            {**row, "environment": name if name in self.names else first}
-            for row, name in zip(dataset, names, strict=True)
-        ]
+    def environments_of(self, rows: Iterable[Mapping[str, Any]], num_generations: int) -> list[Any] | None:
+        """Returns the environments of the completions of a rollout's rows; None without any."""
+        if self.pool is None:
+            return None
+        names = [str(row.get("environment")) if self.is_routed else self.names[0] for row in rows]
+        return self.pool.of(names, num_generations)
 
     def eval_rows(self, dataset: Any) -> Any:
         """Returns evaluation sets, one or several by name, with a column `prompt`."""
@@ -226,11 +189,11 @@ def owned_reward(environment_class: type) -> Callable[..., Any]:
     return function
 
 
-def _tools_of(environment_class: type) -> dict[str, TextTool]:
+def _tools_of(environment_class: type) -> dict[str, Tool]:
     """Returns the public methods of a class as tools, sorted by name as in TRL."""
     tools = tools_of(environment_class, public=True, reserved=RESERVED)
     functions = [name for name in sorted(tools) if inspect.isfunction(getattr(environment_class, name))]
-    return {name: TextTool(**vars(tools[name])) for name in functions}
+    return {name: tools[name] for name in functions}
 
 
 def _as_class(name: str, pool: Pool, dropped: set[str]) -> EnvironmentClass:
@@ -263,34 +226,3 @@ def _as_class(name: str, pool: Pool, dropped: set[str]) -> EnvironmentClass:
         reward_name=cls.__name__ if gives_reward else None,
         starts_alike=False,
     )
-
-
-def _returning_text(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function whose results are texts as TRL writes them."""
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def call_async(**arguments: Any) -> Any:
-            return _text_of(await function(**arguments))
-
-        return call_async
-
-    @functools.wraps(function)
-    def call(**arguments: Any) -> Any:
-        return _text_of(function(**arguments))
-
-    return call
-
-
-def _text_of(result: Any) -> Any:
-    """Returns the text of a tool's result; a `Step` remains one.
-
-    Raises:
-        ValueError: It has parts that are no texts, which the model cannot read.
-    """
-    if isinstance(result, Step):
-        return result
-    is_content = isinstance(result, list) and bool(result)
-    if is_content and all(isinstance(part, Mapping) and "type" in part for part in result):
-        return join_text_parts(result, "the result")
-    return str(result)

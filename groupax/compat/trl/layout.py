@@ -35,8 +35,6 @@ class TRLFolders(RunHooks):
         state: Progress of the run, written to each checkpoint.
         control: Requests of callbacks, which are taken back when they are met.
         only_best: Whether to save at evaluations that are the best so far, instead of at intervals.
-        by_epoch: Whether evaluations, and `eval_delay`, are counted in epochs.
-        eval_delay: Steps, or epochs, before the first evaluation at an interval.
         limit: Number of checkpoints to keep, of which the best is one; None for all.
         loads_best: Whether the policy becomes that of the best checkpoint at the end.
         has_eval_sets: Whether there are evaluation sets.
@@ -46,8 +44,6 @@ class TRLFolders(RunHooks):
     state: State
     control: Control = field(default_factory=Control)
     only_best: bool = False
-    by_epoch: bool = False
-    eval_delay: float = 0.0
     limit: int | None = None
     loads_best: bool = False
     has_eval_sets: bool = True
@@ -131,7 +127,6 @@ class TRLFolders(RunHooks):
         if run.trainer.cursor.evaluated_step >= step or not self.has_eval_sets:
             return False
         is_timely = every > 0 and (step % every == 0 or step == run.trainer.num_steps)  # the last epoch may be short
-        is_timely &= self.eval_delay <= (self.state.epoch if self.by_epoch else step)
         return self.control.take("should_evaluate") or is_timely
 
     def end(self, run: Run) -> None:
@@ -162,13 +157,10 @@ def folders_of(args: Any, output_dir: str, state: State) -> TRLFolders | None:
     """Returns when a run with TRL's settings evaluates and saves; None if its output folder is in a bucket."""
     if is_remote(output_dir):
         return None
-    saves, evaluates = (getattr(each, "value", each) for each in (args.save_strategy, args.eval_strategy))
     return TRLFolders(
         Path(output_dir).expanduser(),
         state,
-        only_best=saves == "best",
-        by_epoch=evaluates == "epoch",
-        eval_delay=float(args.eval_delay),
+        only_best=getattr(args.save_strategy, "value", args.save_strategy) == "best",
         limit=args.save_total_limit,
         loads_best=args.load_best_model_at_end,
     )

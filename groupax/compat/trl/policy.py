@@ -1,6 +1,5 @@
 """The model that a script hands to a trainer: what is trained, the object that shows it, its own `generate`."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,59 +15,22 @@ from groupax.compat.trl.arguments import TrainingArguments
 from groupax.config import GRPOConfig
 from groupax.engine.sequence import PolicySampler
 from groupax.engine.sequence import Sequence as Completion
-from groupax.events import Event, Message, RunEnded, RunStarted, StepEnded
+from groupax.events import Event, RunEnded, RunStarted, StepEnded
 from groupax.models.adapted import LowRank
 from groupax.models.lora import Adapter, as_lora_config
-from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.checkpoint import Model, load_model
 from groupax.parallel import processes
 from groupax.runs.trainer import Trainer
-from groupax.settings.fields import nearest, shown
-from groupax.settings.sampling import SamplingParams
+from groupax.settings.fields import nearest
 from groupax.storage.folders import at_revision
 from groupax.training.adapters import PolicyLearner
 from groupax.types import Row
 
-# Arguments of transformers' `from_pretrained` without effect, besides those of `hf.INERT`.
-_INERT_ARGUMENTS = {
-    "cache_dir": "the hub's cache is chosen by HF_HUB_CACHE",
-    "local_files_only": "the hub's client is offline with HF_HUB_OFFLINE=1",
-    "force_download": "files are downloaded once; remove them from the hub's cache to download them again",
-    "resume_download": "interrupted downloads always continue",
-    "proxies": "the hub's client reads HTTPS_PROXY",
-    "use_kernels": "programs are compiled by XLA",
-    "disable_mmap": "weights are read straight to the devices",
-    "weights_only": "weights are always safetensors",
-    "offload_folder": "weights are put on all devices",
-    "offload_state_dict": "weights are read straight to the devices",
-    "offload_buffers": "weights are put on all devices",
-    "experts_implementation": "experts are computed by groupax's own kernels",
-}
-# Arguments that change which model is trained, and what to do instead.
-_REFUSED_ARGUMENTS = {
-    "config": "the model's own config.json counts; edit a copy of the folder",
-    "subfolder": "download the repository and name the subfolder as the model",
-    "variant": "only the files without a variant are read; convert the model into a folder of its own",
-    "gguf_file": "convert the file to safetensors, and name that folder as the model",
-    "adapter_kwargs": "load the adapter with compat.hf.PeftModel.from_pretrained, and pass the model",
-    "code_revision": "groupax never runs code from a model's folder; leave it out",
-    "ignore_mismatched_sizes": "all weights must have the sizes of config.json; leave it out",
-    "from_tf": "only safetensors are read; convert the model",
-    "from_flax": "only safetensors are read; convert the model",
-    "key_mapping": "weights must have the names of their family; convert the model",
-    "tp_plan": "set the mesh: parallelism_config has tp_size",
-    "output_loading_info": "the trainer loads the model itself; leave it out",
-    "state_dict": "pass a model object instead of its name",
-}
 _EXACT_DTYPES = ("float32", "auto", "None")  # with which TRL trains float32 weights, as groupax does
 
 
 def resolve_model(model: Any, args: TrainingArguments, quantization_config: Any) -> tuple[Any, Any]:
-    """Returns the model with its revision, and its quantization.
-
-    Args:
-        model: Model, or its folder or hub id, which `model_init_kwargs` apply to.
-        args: Arguments with `model_init_kwargs`.
-        quantization_config: The trainer's argument of that name.
+    """Returns the model, or its name with the revision, and its quantization, for the arguments of a trainer.
 
     Raises:
         ValueError: An argument changes which model is trained in a way that groupax cannot honour, or is unknown.
@@ -78,56 +40,39 @@ def resolve_model(model: Any, args: TrainingArguments, quantization_config: Any)
     if quantization_config is not None and quantized is not None:
         raise ValueError("quantization_config is given twice: to the trainer and in model_init_kwargs")
     given.pop("attn_implementation", None)  # read by `GRPOConfig.to_native`
-    revision = given.pop("revision", None)
-    for name, value in given.items():
-        _check_argument(name, value)
+    revision, dtype = given.pop("revision", None), given.pop("dtype", None) or given.pop("torch_dtype", None)
     is_named = isinstance(model, (str, Path))
     if given and not is_named:
         warn("model_init_kwargs change nothing: the model is already loaded")
+        given = {}
+    if str(dtype).removeprefix("torch.") not in _EXACT_DTYPES:
+        reason = "master weights are float32, and bf16 chooses the dtype of the computation"
+        warn(f"model_init_kwargs dtype={dtype!r} changes nothing in groupax: {reason}")
+    for name, value in given.items():
+        if value is None or value is False:  # transformers' defaults
+            continue
+        if name not in hf.INERT:
+            raise ValueError(
+                f"model_init_kwargs has {name!r}; groupax cannot tell what it would change in the model, so load the "
+                f"model with transformers and pass the object{nearest(name, hf.INERT)}"
+            )
+        warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {hf.INERT[name]}")
     named = at_revision(str(model), revision) if is_named and revision not in (None, "main") else model
     return named, quantized if quantization_config is None else quantization_config
 
 
-def _check_argument(name: str, value: Any) -> None:
-    """Warns about an argument without effect, and refuses one that cannot be honoured."""
-    if value is None or value is False:  # transformers' defaults
-        known = {*_INERT_ARGUMENTS, *_REFUSED_ARGUMENTS, *hf.INERT, "dtype", "torch_dtype"}
-        if name not in known:
-            raise ValueError(f"model_init_kwargs has {name!r}{nearest(name, known)}")
-        return
-    if name in _REFUSED_ARGUMENTS:
-        raise ValueError(f"model_init_kwargs {name}={shown(value)} is not supported: {_REFUSED_ARGUMENTS[name]}")
-    if name in ("dtype", "torch_dtype"):
-        if str(value).removeprefix("torch.") not in _EXACT_DTYPES:
-            reason = "master weights are float32, and bf16 chooses the dtype of the computation"
-            warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {reason}")
-        return
-    inert = _INERT_ARGUMENTS | hf.INERT
-    if name not in inert:
-        raise ValueError(
-            f"model_init_kwargs has {name!r}; groupax cannot tell what it would change in the model, so load the model "
-            f"with transformers and pass the object{nearest(name, inert)}"
-        )
-    warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {inert[name]}")
-
-
-MUCH = 0.05  # of the time of training, which is reported
-
-
 @dataclass(frozen=True)
 class Policy:
-    """The model to train, its adapter config, and the quantization of its base weights.
+    """The model to train, and its adapter config.
 
     Attributes:
         model: What the native trainer receives.
         peft_config: Settings of an adapter that the native trainer adds.
-        weights: Quantization of base weights that are not loaded yet.
         owner: Object of the script that is trained in place; None if there is none.
     """
 
     model: Any
     peft_config: Any
-    weights: Any
     owner: Any
 
 
@@ -155,13 +100,15 @@ def policy_of(
             raise ValueError("the model already has an adapter, and peft_config describes another one; pass only one")
         warn("peft_config describes the adapter that the model already has, which will be trained; leave it out")
         peft_config = None
-    if weights != "same" and not isinstance(given, (str, Path)):
-        warn("quantization_config changes nothing: the model is already loaded")
-        weights = "same"
+    if weights != "same":
+        if isinstance(given, (str, Path)):
+            given = load_model(given, weights=weights)
+        else:
+            warn("quantization_config changes nothing: the model is already loaded")
     if adapter is not None and beta:
         _check_reference(adapter, beta)
     owner = model if hf.is_torch_model(model) or isinstance(model, hf.CausalLM) else None
-    return Policy(given, peft_config, weights, owner)
+    return Policy(given, peft_config, owner)
 
 
 def check_dropout(peft_config: Any) -> None:
@@ -189,25 +136,6 @@ def _check_processes(model: Any) -> None:
         )
 
 
-def adapter_settings(peft_config: Any) -> dict[str, Any]:
-    """Returns an adapter config as native settings, which a base that is quantized while loading needs."""
-    if peft_config is None:
-        return {}
-    lora = as_lora_config(peft_config)
-    names = lora.target_modules
-    if isinstance(names, str) and names != "all-linear":
-        raise ValueError("target_modules as a regular expression needs a loaded model; name the modules")
-    return {
-        "lora_r": lora.r,
-        "lora_alpha": float(lora.lora_alpha),
-        "lora_dropout": float(lora.lora_dropout),
-        "lora_target_modules": (names,) if isinstance(names, str) else tuple(names),
-        "lora_bias": lora.bias,
-        "use_rslora": lora.use_rslora,
-        "lora_modules_to_save": tuple(lora.modules_to_save),
-    }
-
-
 class TrainedModel:
     """The object that scripts know as the model, which has the trained weights after every step.
 
@@ -219,11 +147,10 @@ class TrainedModel:
 
     Attributes:
         model: The object.
-        seconds: Time that the copies took.
     """
 
     def __init__(self, owner: Any, trainer: Trainer) -> None:
-        self._trainer, self.seconds = trainer, 0.0
+        self._trainer = trainer
         started = _master_model(trainer)
         self._torch = hf.TorchWeights(owner, started) if hf.is_torch_model(owner) else None
         self.model = owner if owner is not None else hf.CausalLM(started)
@@ -238,23 +165,11 @@ class TrainedModel:
 
     def update(self) -> None:
         """Gives the object the weights that the trainer has now."""
-        started = time.perf_counter()
         model = _master_model(self._trainer)
         if self._torch is None:
             self.model.model = model
         else:
             self._torch.write(model)
-            self.seconds += time.perf_counter() - started
-
-    def report_cost(self, train_seconds: float) -> None:
-        """Reports what the copies cost if it is much of the training's time."""
-        if self.seconds > MUCH * train_seconds:
-            self._trainer.emit(
-                Message(
-                    f"copying the trained weights into the given {type(self.model).__name__} after every step took "
-                    f"{self.seconds:.1f} s of {train_seconds:.1f} s; a folder or hub id as model needs no copies"
-                )
-            )
 
 
 def _master_model(trainer: Trainer) -> Model:
@@ -282,7 +197,7 @@ def _is_overridden(cls: type) -> bool:
 
 
 class ModelSampler:
-    """A sampler that calls a model's `generate` for all that it samples.
+    """A sampler that calls a model's `generate` for all that it samples, in whole batches.
 
     Args:
         generate: The method.
@@ -291,6 +206,8 @@ class ModelSampler:
         settings: Settings of the run.
         pad_id: Token for padding.
     """
+
+    takes_whole_batches = True
 
     def __init__(
         self,
@@ -302,6 +219,8 @@ class ModelSampler:
     ) -> None:
         self.generate, self.engine, self.learner = generate, engine, learner
         self.settings, self.pad_id = settings, pad_id
+        self.sequences, self.release = engine.sequences, engine.release
+        self._waiting: list[Completion] = []
 
     @property
     def params(self) -> dict[str, Any]:
@@ -312,28 +231,9 @@ class ModelSampler:
     def params(self, params: dict[str, Any]) -> None:
         self.engine.params = params
 
-    def release(self) -> None:
-        """Frees what the engine does not need between rollouts."""
-        self.engine.release()
-
-    def sequences(
-        self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
-    ) -> list[Completion]:
-        """Returns sequences that have not started (see `Engine.sequences`)."""
-        return self.engine.sequences(prompts, params, step, first_prompt)
-
-    def session(self) -> "GenerateSession":
-        """Returns a new session."""
-        return GenerateSession(self)
-
-
-class GenerateSession:
-    """A session whose every step samples all that waits, in one call of `generate`."""
-
-    takes_whole_batches = True
-
-    def __init__(self, sampler: ModelSampler) -> None:
-        self._sampler, self._waiting = sampler, list[Completion]()
+    def session(self) -> "ModelSampler":
+        """Returns a session in which nothing waits."""
+        return ModelSampler(self.generate, self.engine, self.learner, self.settings, self.pad_id)
 
     @property
     def busy(self) -> bool:
@@ -369,9 +269,9 @@ class GenerateSession:
         import torch
         from transformers import GenerationConfig
 
-        sampler, args = self._sampler, self._sampler.settings
+        args = self.settings
         longest = max(len(row.prompt) for row in rows)
-        ids = np.full((len(rows), longest), sampler.pad_id)
+        ids = np.full((len(rows), longest), self.pad_id)
         mask = np.zeros_like(ids)
         for index, row in enumerate(rows):
             ids[index, longest - len(row.prompt) :] = row.prompt
@@ -379,7 +279,7 @@ class GenerateSession:
         config = GenerationConfig(
             max_new_tokens=args.max_completion_length,
             do_sample=True,
-            pad_token_id=sampler.pad_id,
+            pad_token_id=self.pad_id,
             eos_token_id=list(rows[0].stop_ids),
             temperature=args.temperature,
             top_p=args.top_p,
@@ -389,7 +289,7 @@ class GenerateSession:
         )
         with torch.no_grad():
             inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
-            out = sampler.generate(**inputs, generation_config=config)
+            out = self.generate(**inputs, generation_config=config)
         if out.ndim != 2 or len(out) != len(rows) or out.shape[1] <= longest:
             raise ValueError(
                 f"the model's own generate returned {list(out.shape)} for {len(rows)} prompts of {longest} tokens; it "
@@ -410,5 +310,4 @@ class GenerateSession:
             )
             for index, sequence in enumerate(sequences)
         ]
-        learner = self._sampler.learner
-        return learner.logprobs(learner.policy, rows)[0]
+        return self.learner.logprobs(self.learner.policy, rows)[0]

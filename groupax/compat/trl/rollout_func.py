@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from groupax.compat.trl.config import GENERATION
@@ -15,42 +15,6 @@ from groupax.settings.sampling import SamplingParams
 from groupax.types import Prompt
 
 REQUIRED = ("completion_ids", "logprobs", "prompt_ids")
-
-
-@dataclass(frozen=True)
-class Output:
-    """The output of a `rollout_func`; lists have one entry per completion.
-
-    Attributes:
-        prompt_ids, completion_ids, logprobs: Token ids, and the log-prob of each token of the completion.
-        env_mask: 1 for each token that the model sampled, else 0; None if all were.
-        columns: Further values for reward functions, as lists or one value for all completions.
-    """
-
-    prompt_ids: Sequence[Sequence[int]]
-    completion_ids: Sequence[Sequence[int]]
-    logprobs: Sequence[Sequence[Any]]
-    env_mask: Sequence[Sequence[int]] | None
-    columns: Mapping[str, Any]
-
-
-def call_rollout_func(rollout_func: Callable[..., Any], prompts: Sequence[Prompt], trainer: Any) -> Output:
-    """Calls TRL's `rollout_func`.
-
-    Args:
-        rollout_func: The function.
-        prompts: Prompt of each completion.
-        trainer: The trainer that the function receives.
-
-    Raises:
-        ValueError: What it returns lacks one of the required keys.
-    """
-    output = rollout_func(prompts, trainer)
-    missing = [key for key in REQUIRED if not isinstance(output, Mapping) or key not in output]
-    if missing:
-        raise ValueError(f"rollout_func must return keys {missing} in its output dict")
-    rest = {key: value for key, value in output.items() if key not in (*REQUIRED, "env_mask")}
-    return Output(output["prompt_ids"], output["completion_ids"], output["logprobs"], output.get("env_mask"), rest)
 
 
 def as_rollout_function(rollout_func: Callable[..., Any], trainer: Any, columns: Sequence[str]) -> RolloutFunction:
@@ -66,11 +30,40 @@ def as_rollout_function(rollout_func: Callable[..., Any], trainer: Any, columns:
         prompts = [copy.deepcopy(row["prompt"]) for row in request.examples for _ in range(request.params.n)]
         trainer.rollout_request = request
         try:
-            return _trajectories(call_rollout_func(rollout_func, prompts, trainer))
+            return trajectories_of(rollout_func(prompts, trainer))
         finally:
             trainer.rollout_request = None
 
     return RolloutFunction(sample, columns)
+
+
+def trajectories_of(output: Any) -> list[Trajectory]:
+    """Returns the completions in the output of a `rollout_func`.
+
+    Args:
+        output: Token ids of prompts and completions with their log-probs, 1 in `env_mask` for each token that the model
+            sampled, and further values for reward functions, as lists or one value for all completions.
+
+    Raises:
+        ValueError: It lacks one of the required keys.
+    """
+    missing = [key for key in REQUIRED if not isinstance(output, Mapping) or key not in output]
+    if missing:
+        raise ValueError(f"rollout_func must return keys {missing} in its output dict")
+    columns = {key: value for key, value in output.items() if key not in (*REQUIRED, "env_mask")}
+    masks = output.get("env_mask") or [None] * len(output["completion_ids"])
+    rows = zip(output["prompt_ids"], output["completion_ids"], output["logprobs"], masks, strict=True)
+    return [
+        Trajectory(
+            prompt_ids,
+            completion_ids,
+            # servers return a list for each token, here of the sampled one alone
+            [each[0] if isinstance(each, (list, tuple)) and len(each) == 1 else each for each in logprobs],
+            mask,
+            {name: values[index] if isinstance(values, list) else values for name, values in columns.items()},
+        )
+        for index, (prompt_ids, completion_ids, logprobs, mask) in enumerate(rows)
+    ]
 
 
 def expected_columns(rewards: Sequence[Any], known: Sequence[str]) -> list[str]:
@@ -136,31 +129,3 @@ def _overridden(params: SamplingParams, given: Mapping[str, Any]) -> SamplingPar
         raise ValueError(f"generation_overrides has n={given['n']}; give a prompt several times instead")
     own = {names[name]: value for name, value in given.items() if name != "n" and value is not None}
     return replace(params, **own)
-
-
-def _trajectories(output: Output) -> list[Trajectory]:
-    count = len(output.completion_ids)
-    masks = [None] * count if output.env_mask is None else output.env_mask
-    alternatives = output.columns.get("logprob_token_ids")
-    rows = zip(output.prompt_ids, output.completion_ids, output.logprobs, masks, strict=True)
-    return [
-        Trajectory(
-            prompt_ids,
-            completion_ids,
-            _sampled_logprobs(logprobs, completion_ids, None if alternatives is None else alternatives[index]),
-            mask,
-            {name: values[index] if isinstance(values, list) else values for name, values in output.columns.items()},
-        )
-        for index, (prompt_ids, completion_ids, logprobs, mask) in enumerate(rows)
-    ]
-
-
-def _sampled_logprobs(logprobs: Sequence[Any], ids: Sequence[int], alternatives: Any) -> list[float]:
-    """Returns the log-prob of each sampled token; servers may return those of several alternatives."""
-    if not any(isinstance(each, (list, tuple)) for each in logprobs):
-        return list(logprobs)
-    found = []
-    for position, values in enumerate(logprobs):
-        own = 0 if alternatives is None else list(alternatives[position]).index(ids[position])
-        found.append(values[own] if isinstance(values, (list, tuple)) else values)
-    return found

@@ -1,7 +1,5 @@
 """TRL's `SFTConfig` and `SFTTrainer`, wrappers around the native ones."""
 
-import copy
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,21 +7,22 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from groupax.compat.callbacks import CallbackListener
-from groupax.compat.fields import arguments, as_native, inert, parse_mapping, refused, same, warn
-from groupax.compat.trl.arguments import TrainingArguments, torch_optimizer_settings
-from groupax.compat.trl.base import BaseTrainer, TrainOutput, num_accelerators
+from groupax.compat.fields import arguments
+from groupax.compat.trl.arguments import TrainingArguments
+from groupax.compat.trl.base import (
+    REFUSED,
+    BaseTrainer,
+    check_optimizers,
+    check_overrides,
+    num_accelerators,
+)
 from groupax.compat.trl.layout import check_output_dir
-from groupax.compat.trl.overridden import REFUSED as REFUSED_OVERRIDES
-from groupax.compat.trl.overridden import check_overrides
 from groupax.compat.trl.policy import policy_of
 from groupax.compat.trl.streams import is_stream
 from groupax.config import SFTConfig as NativeConfig
 from groupax.data.examples import Examples
-from groupax.data.supervised import TAG, TrainingSet
-from groupax.data.tokenizer import load_tokenizer
+from groupax.data.supervised import TrainingSet
 from groupax.sft import SFTTrainer as NativeTrainer
-from groupax.storage.folders import resolve_folder
 from groupax.types import Metrics
 
 # TRL's settings behind native settings of another name, for error messages.
@@ -34,63 +33,56 @@ NAMES = {
 }
 ORDERS = {"random": "seeded_by_epoch", "sequential": "dataset"}  # by `train_sampling_strategy`
 
-_packed = inert("tokens are packed without padding")
+_INERT = {
+    "only the columns of the examples are read": "remove_unused_columns=True",
+    "groupax never runs code from a model's folder": "trust_remote_code=False",
+    "examples are encoded in one process, by a tokenizer that uses all cores": "dataset_num_proc=None",
+    "tokens are packed without padding": "padding_free=False pad_to_multiple_of='auto' pad_token=None",
+    "gradient_checkpointing saves the memory of activations": "activation_offloading=False",
+}
+_REFUSED = {
+    "the loss is that of loss_type ('nll' or 'dft'); leave it out": "label_smoothing_factor=0.0",
+    "examples have no padding, so their lengths need no grouping; leave it out": "group_by_length=False",
+    "examples lose their end; cut off their start in the dataset": "truncation_mode='keep_start'",
+    "set the attribute eos_token of the tokenizer, and pass it as processing_class": "eos_token=None",
+    "examples with input_ids are taken as they are; leave it out": "dataset_kwargs=None",
+    "evaluations are packed like the training set; leave it out": "eval_packing=None",
+}
 
 
-@arguments("TRL")
+@arguments("TRL", inert=_INERT, refused=_REFUSED)
 class SFTConfig(TrainingArguments):
     """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
-
-    The fields are in the order and have the defaults of TRL's own class.
 
     Raises:
         TypeError: A field is unknown.
         ValueError: A field cannot be honoured.
     """
 
-    MAPPINGS: ClassVar[tuple[str, ...]] = (*TrainingArguments.MAPPINGS, "model_init_kwargs", "dataset_kwargs")
+    MAPPINGS: ClassVar[tuple[str, ...]] = (*TrainingArguments.MAPPINGS, "model_init_kwargs")
 
-    learning_rate: float = same(2e-5)
-    remove_unused_columns: bool | None = inert("only the columns of the examples are read")(True)
+    learning_rate: float = 2e-5
     data_seed: int | None = None
     dataloader_drop_last: bool = False
     train_sampling_strategy: str = "random"
-    label_smoothing_factor: float = refused(0.0, "the loss is that of loss_type ('nll' or 'dft'); leave it out")
-    group_by_length: bool = refused(False, "examples have no padding, so their lengths need no grouping; leave it out")
     model_init_kwargs: dict[str, Any] | str | None = None
-    trust_remote_code: bool = inert("groupax never runs code from a model's folder")(False)
-    router_aux_loss_coef: float | None = same(None)
+    router_aux_loss_coef: float | None = None
     chat_template_path: str | None = None
-    dataset_text_field: str = same("text")
-    dataset_kwargs: dict[str, Any] | str | None = None
-    dataset_num_proc: int | None = inert("examples are encoded in one process, by a tokenizer that uses all cores")(
-        None
-    )
-    eos_token: str | None = None
-    max_length: int | None = same(1024)
-    truncation_mode: str = refused("keep_start", "examples lose their end; cut off their start in the dataset")
+    dataset_text_field: str = "text"
+    max_length: int | None = 1024
     shuffle_dataset: bool = False
-    packing: bool = same(False)
-    packing_strategy: str = same("bfd")
-    padding_free: bool = _packed(False)
-    pad_to_multiple_of: int | str | None = _packed("auto")
-    eval_packing: bool | None = refused(None, "evaluations are packed like the training set; leave it out")
-    completion_only_loss: bool | None = same(None)
-    assistant_only_loss: bool = same(False)
+    packing: bool = False
+    packing_strategy: str = "bfd"
+    completion_only_loss: bool | None = None
+    assistant_only_loss: bool = False
     loss_type: str = "nll"
-    activation_offloading: bool = inert("gradient_checkpointing saves the memory of activations")(False)
-    pad_token: str | None = _packed(None)
 
     def batch_size(self, num_devices: int = 1) -> int:
         """Returns the number of sequences of an optimizer step on all devices."""
         return self.per_device_train_batch_size * num_devices * self.gradient_accumulation_steps
 
     def to_native(self, num_devices: int = 1, steps_per_epoch: int = 1) -> Any:
-        """Returns the native config.
-
-        Args:
-            num_devices: Number of devices that `per_device_train_batch_size` applies to.
-            steps_per_epoch: Number of optimizer steps in an epoch.
+        """Returns the native config, for a number of devices that `per_device_train_batch_size` applies to.
 
         Raises:
             ValueError: A setting is not supported by groupax.
@@ -104,40 +96,21 @@ class SFTConfig(TrainingArguments):
             raise ValueError(
                 "shuffle_dataset with packing is not supported; shuffle the dataset itself: dataset.shuffle(seed=...)"
             )
-        self._check_dataset_kwargs()
         settings = {
-            **self.same_settings(),
             "metric_definitions": "trl",
-            "output_dir": self.output_dir,
             "seed": self.seed if self.data_seed is None else self.data_seed,
             "batch_size": self.batch_size(num_devices),
             "example_order": ORDERS[self.train_sampling_strategy],
             "drop_last": self.dataloader_drop_last,
             "loss_type": "nll" if self.loss_type == "chunked_nll" else self.loss_type,
-            "chat_template": self._chat_template(),
+            "chat_template": self.chat_template_path,
             **self.compute_settings(),
             **self.reporting_settings(),
             **self.saving_settings(steps_per_epoch),
             **self.optimizer_settings(),
             "eval_steps": self.evaluated_every(steps_per_epoch),
         }
-        return as_native(settings, NAMES, NativeConfig)
-
-    def _check_dataset_kwargs(self) -> None:
-        given = dict(parse_mapping(self.dataset_kwargs, "dataset_kwargs"))
-        if given.pop("skip_prepare_dataset", False):
-            warn("skip_prepare_dataset changes nothing: examples with input_ids are taken as they are")
-        if given:
-            raise ValueError(f"dataset_kwargs {given} are not supported; the only one is skip_prepare_dataset")
-
-    def _chat_template(self) -> str | None:
-        path = self.chat_template_path
-        if path is not None and not Path(path).is_file():
-            raise ValueError(
-                f"chat_template_path {path!r} is no file: give a Jinja template; the template of another tokenizer may "
-                "have tokens that this model does not know"
-            )
-        return path
+        return self.as_native(settings, NAMES, NativeConfig)
 
 
 # Arguments of TRL's trainer that cannot be honoured, with what to do instead.
@@ -165,13 +138,7 @@ class TRLExamples(NativeTrainer):
 
     def encode(self, examples: Examples, name: str) -> TrainingSet:
         """Returns examples as tokens, in TRL's order."""
-        own = self.tokenizer
-        if self._config.assistant_only_loss:
-            self.tokenizer = _with_marks(own)
-        try:
-            encoded = super().encode(examples, name)
-        finally:
-            self.tokenizer = own
+        encoded = super().encode(examples, name)
         if not self._config.shuffle_dataset:
             return encoded
         order = np.random.default_rng(self._config.seed).permutation(len(encoded))  # as `datasets` shuffles
@@ -191,29 +158,14 @@ class TRLExamples(NativeTrainer):
 class SFTTrainer(BaseTrainer):
     """TRL's trainer, implemented with the native trainer in its attribute `native`.
 
-    Args:
-        model: Folder, hub id, or a model object: one of PyTorch or of `compat.hf` is trained in place.
-        args: Settings.
-        data_collator: Must be None, as `compute_loss_func`, `compute_metrics`, `preprocess_logits_for_metrics` and
-            `optimizer_cls_and_kwargs`.
-        train_dataset: Examples to train on.
-        eval_dataset: Examples to evaluate on.
-        processing_class: Tokenizer; by default the model's.
-        compute_loss_func: Must be None.
-        compute_metrics: Must be None.
-        callbacks: Callbacks of transformers.
-        optimizers: PyTorch optimizer, whose kind and hyperparameters are used, and None.
-        optimizer_cls_and_kwargs: Must be None.
-        preprocess_logits_for_metrics: Must be None.
-        peft_config: Settings of a LoRA adapter.
-        formatting_func: Function that returns the text of an example.
-        quantization_config: Quantization of a model that is not loaded yet.
+    The arguments are those of TRL's class; those of `REFUSED_ARGUMENTS` must be None, and `optimizers` (None, None). A
+    model object, of PyTorch or of `compat.hf`, is trained in place.
 
     Raises:
         ValueError: An argument or a setting is not supported by groupax.
     """
 
-    REFUSED_OVERRIDES: ClassVar[Mapping[str, str]] = REFUSED_OVERRIDES | dict.fromkeys(
+    REFUSED_OVERRIDES: ClassVar[Mapping[str, str]] = REFUSED | dict.fromkeys(
         ("_prepare_dataset", "log"), "change the dataset before training, and log in a callback's on_log"
     )
 
@@ -241,11 +193,11 @@ class SFTTrainer(BaseTrainer):
                 raise ValueError(f"{name} is not supported: {why}")
         self.args = args = args or SFTConfig(f"{Path(str(getattr(model, 'name', model))).name}-SFT")
         check_overrides(self, SFTTrainer)
+        check_optimizers(optimizers)
         check_output_dir(args.output_dir)
-        policy = policy_of(model, args, quantization_config, peft_config)
         num_devices = num_accelerators()
-        settings = replace(args.to_native(num_devices), **torch_optimizer_settings(optimizers))
-        settings, policy = self._prepare(args, settings, policy, callbacks)
+        policy = policy_of(model, args, quantization_config, peft_config)
+        settings = self._prepare(args, args.to_native(num_devices), callbacks)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._formatting_func = formatting_func
         if formatting_func is not None and args.completion_only_loss:
@@ -257,7 +209,7 @@ class SFTTrainer(BaseTrainer):
             settings,
             self._rows(train_dataset),
             self._sets(eval_dataset),
-            _with_tokens(processing_class, policy.model, args),
+            processing_class,
             policy.peft_config,
             self._listeners,
         )
@@ -265,52 +217,14 @@ class SFTTrainer(BaseTrainer):
         self.native.args = replace(self.native.args, save_steps=every.save_steps, eval_steps=every.eval_steps)
         self._finish(policy, has_eval_sets=bool(self.native.eval_examples))
 
-    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Trains the policy.
+    def _pace(self) -> tuple[int, int]:
+        """Returns the optimizer steps of an epoch, and the examples of a step."""
+        return self.native.steps_per_epoch, self.native.args.batch_size
 
-        Args:
-            resume_from_checkpoint: True to resume from the newest checkpoint in `output_dir`, or a checkpoint's path.
-        """
-        is_resumed = self._resume(resume_from_checkpoint)
-        listener = self._callback_listener()
-        self._listeners[:] = [self._trained, listener]
-        if self.args.eval_on_start and not is_resumed:
-            self.evaluate()
-        return self._output(self.native.train(), listener)
-
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Computes the loss of the current policy on held-out examples.
-
-        Args:
-            eval_dataset: Examples, or several sets by name, or the name of one of the trainer's sets; by default those
-                that the trainer was given.
-            ignore_keys: Not used: there are no outputs of a model to gather.
-            metric_key_prefix: Beginning of the metrics' names, before the name of a set.
-        """
-        del ignore_keys
-        if isinstance(eval_dataset, str):
-            eval_dataset = self._eval_set(eval_dataset)
-        evaluation = self.native.evaluate(None if eval_dataset is None else self._sets(eval_dataset))
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in evaluation.metrics.items()}
-        self._callback_listener().evaluated(self.native.cursor.step, metrics)
-        return {**metrics, "epoch": self.state.epoch}
-
-    def log(self, logs: Mapping[str, Any], start_time: float | None = None) -> None:
-        """Adds a line to `state.log_history` and calls the callbacks.
-
-        Args:
-            logs: Values by name.
-            start_time: Not used: the times are among the values.
-        """
-        del start_time
-        self._callback_listener().record(self.native.cursor.step, dict(logs))
-
-    def _callback_listener(self) -> CallbackListener:
-        if self._listener is None:
-            self._listener = self._new_listener(self.native.steps_per_epoch, self.native.args.batch_size)
-        return self._listener
+    def _evaluations(self, dataset: Any, prefix: str) -> list[dict[str, float]]:
+        """Returns the losses of all sets."""
+        evaluation = self.native.evaluate(None if dataset is None else self._sets(dataset))
+        return [{f"{prefix}_{name}": value for name, value in evaluation.metrics.items()}]
 
     def _sets(self, dataset: Any) -> Any:
         if isinstance(dataset, Mapping):
@@ -318,7 +232,7 @@ class SFTTrainer(BaseTrainer):
         return self._rows(dataset)
 
     def _rows(self, dataset: Any) -> Any:
-        """Returns a dataset as the native trainer takes it: texts formatted, conversations under `messages`.
+        """Returns a dataset as the native trainer takes it, with formatted texts.
 
         Raises:
             ValueError: It is a stream.
@@ -332,52 +246,4 @@ class SFTTrainer(BaseTrainer):
             )
         if self._formatting_func is not None:
             return [{self.args.dataset_text_field: self._formatting_func(row)} for row in dataset]
-        first = dataset[0] if len(dataset) else {}
-        if "conversations" in first:
-            return [_chatml(row) for row in dataset]
         return dataset
-
-
-def _chatml(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row whose `conversations` have `from` and `value` as one whose `messages` have `role` and `content`."""
-    messages = [
-        {"role": message["from"], "content": message["value"]} if "from" in message else message
-        for message in row["conversations"]
-    ]
-    return {**{name: value for name, value in row.items() if name != "conversations"}, "messages": messages}
-
-
-def _with_tokens(tokenizer: Any, model: Any, args: SFTConfig) -> Any:
-    """Returns the tokenizer with the end-of-sequence token and the chat template that the settings ask for.
-
-    Raises:
-        ValueError: The vocabulary lacks the token.
-    """
-    if args.eos_token is None:
-        return tokenizer
-    if tokenizer is None:
-        source = model.source if hasattr(model, "source") else resolve_folder(model)
-        tokenizer = load_tokenizer(source, args.chat_template_path)
-    if args.eos_token not in tokenizer.get_vocab():
-        raise ValueError(f"eos_token {args.eos_token!r} is not in the vocabulary of the tokenizer")
-    tokenizer.eos_token = args.eos_token
-    return tokenizer
-
-
-def _with_marks(tokenizer: Any) -> Any:
-    """Returns the tokenizer with TRL's training template, which marks what the assistant wrote, if TRL has one for it.
-
-    Without TRL, and for templates that it does not know, groupax finds these parts itself.
-    """
-    template = tokenizer.chat_template
-    if not isinstance(template, str) or TAG.search(template) or importlib.util.find_spec("trl") is None:
-        return tokenizer
-    from trl.chat_template_utils import get_training_chat_template
-
-    try:
-        marked = get_training_chat_template(tokenizer)
-    except ValueError:  # a template that TRL does not know
-        return tokenizer
-    own = copy.copy(tokenizer)
-    own.chat_template = marked
-    return own

@@ -2,34 +2,18 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from groupax.cli.main import exit_status
-from groupax.compat.easydel.scripts.finetune.flags import Flags, run
-from groupax.settings.command_line import parsed
+from groupax.compat.easydel.scripts.finetune.flags import run
 
-NUM_TAGS = 4  # <think>, </think>, <answer>, </answer>
-
-
-@dataclass(frozen=True, kw_only=True)
-class GSM8KFlags(Flags):
-    """Train a model with GRPO on GSM8K. Flags that are not given keep the values of the recipe gsm8k."""
-
-    xml_reward: float = 0.125
-    """Reward for each of the four tags that occurs exactly once."""
-    correctness_reward: float = 2.0
-    """Reward for the correct answer."""
+# The reward of the right answer, and that of each of four tags that occurs exactly once.
+WEIGHTS = {"--correctness_reward": ("gsm8k_accuracy", 1.0), "--xml_reward": ("xml_count", 4.0)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program and returns the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
-    return exit_status("gsm8k_grpo", lambda: _run(parsed(GSM8KFlags, "gsm8k_grpo", given)))
-
-
-def _run(flags: GSM8KFlags) -> None:
-    weights = {"gsm8k_accuracy": flags.correctness_reward, "xml_count": NUM_TAGS * flags.xml_reward}
-    run("gsm8k", flags, weights, ("xml_reward", "correctness_reward"))
+    return exit_status("gsm8k_grpo", lambda: run("gsm8k", given, WEIGHTS))
 
 
 if __name__ == "__main__":

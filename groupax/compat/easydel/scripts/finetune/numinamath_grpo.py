@@ -4,14 +4,13 @@ import sys
 from collections.abc import Sequence
 
 from groupax.cli.main import exit_status
-from groupax.compat.easydel.scripts.finetune.flags import Flags, run
-from groupax.settings.command_line import parsed
+from groupax.compat.easydel.scripts.finetune.flags import run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program and returns the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
-    return exit_status("numinamath_grpo", lambda: run("numinamath", parsed(Flags, "numinamath_grpo", given)))
+    return exit_status("numinamath_grpo", lambda: run("numinamath", given))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,0 @@
-"""The part of `easydel.infra` that scripts import."""
