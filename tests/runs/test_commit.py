@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from groupax.runs import process as commits
+from groupax.runs import header as commits
 from groupax.runs.header import commit_of, program_folder
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
