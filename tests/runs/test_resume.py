@@ -116,7 +116,7 @@ def test_what_can_be_done_again_is_given_up(tmp_path, whole, phase, monkeypatch)
         return stopping
 
     trainer = a_run(tmp_path, save_steps=3)
-    trainer.collector.rollout_metrics = stop_in(trainer.collector.rollout_metrics, "rollout")
+    trainer.collector.experience = stop_in(trainer.collector.experience, "rollout")
     trainer.reward_runner.finish = stop_in(trainer.reward_runner.finish, "reward")
     if phase == "main thread":
         reward = stop_in(needing_signals, phase)
