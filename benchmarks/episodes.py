@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import QWEN_7M, parser, show
 
 from groupax import Engine, SamplingParams, init_model
+from groupax.core.settings.rollouts import EpisodeSettings
+from groupax.core.types import Rollout
 from groupax.engine.scheduler import TURN_STEPS
 from groupax.episodes.play import Prompts, play_episodes
 from groupax.episodes.rules import make_rules
-from groupax.settings.rollouts import EpisodeSettings
-from groupax.types import Rollout
 
 PROMPTS, GROUP, TURN_TOKENS = 8, 8, 32
 CALL = '<tool_call>\n{"name": "wait", "arguments": {"number": 1}}\n</tool_call>'

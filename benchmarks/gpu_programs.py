@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hlo import Instruction, Module, parse_hlo
 from models import QWEN3_06B, QWEN3_30B_A3B, QWEN_05B
 
-from groupax.planning.devices import find_target, prepare
+from groupax.satellites.planning.devices import find_target, prepare
 
 if TYPE_CHECKING:  # which imports jax, and `prepare` has to precede that
     from gpu_kernels import Work
@@ -107,7 +107,7 @@ def compiled_programs(case: Case, layers: int) -> Iterator[tuple[str, Numbers, l
     from groupax import GRPOConfig
     from groupax.models.families import read_config
     from groupax.parallel.mesh import make_mesh
-    from groupax.planning.run import trace_run
+    from groupax.satellites.planning.run import trace_run
 
     target = find_target("h100-1")
     assert target.chip is not None, "an H100 is known"

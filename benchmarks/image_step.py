@@ -28,9 +28,9 @@ from models import parser, show
 
 from groupax import GRPOConfig, GRPOTrainer
 from groupax.models.vision.tower import batch_images, encode_images
-from groupax.planning.counting import count_program
 from groupax.recipes import load_recipe
 from groupax.recipes.shapes.scenes import generate
+from groupax.satellites.planning.counting import count_program
 
 PROMPTS, GROUP, NEW_TOKENS, WARM_UP = 4, 8, 24, 12
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import QWEN_7M, parser, show
 
 from groupax import GRPOConfig, init_model
+from groupax.core.types import Row
 from groupax.models.execution import execution_for
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.memory import peak_memory_bytes
@@ -28,7 +29,6 @@ from groupax.runs.build import learner_settings
 from groupax.training.batch import pack
 from groupax.training.learner import Learner
 from groupax.training.step import StepSettings, micro_step, shard_batch, zero_grads
-from groupax.types import Row
 
 LENGTHS = (2048, 4096, 8192, 16_384)
 

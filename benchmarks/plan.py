@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from models import QWEN_05B, show
 
-from groupax.planning.devices import prepare
-from groupax.planning.tables import KINDS, milliseconds
+from groupax.satellites.planning.devices import prepare
+from groupax.satellites.planning.tables import KINDS, milliseconds
 
 QWEN_7B: dict[str, Any] = {
     **QWEN_05B,
@@ -199,12 +199,12 @@ def scaling(num_chips: int, rows: int) -> dict[str, Any]:
     """Of one device, where `rows` completions are spread over so many chips."""
     from groupax import GRPOConfig
     from groupax.models.families import read_config
-    from groupax.planning.abstract import device_bytes
-    from groupax.planning.counting import count_program
-    from groupax.planning.devices import find_target
-    from groupax.planning.measured import Measured, step_seconds
-    from groupax.planning.run import trace_run
     from groupax.runs.build import mesh_of
+    from groupax.satellites.planning.abstract import device_bytes
+    from groupax.satellites.planning.counting import count_program
+    from groupax.satellites.planning.devices import find_target
+    from groupax.satellites.planning.measured import Measured, step_seconds
+    from groupax.satellites.planning.run import trace_run
 
     args = GRPOConfig(
         mesh="1,-1,1,1,1",

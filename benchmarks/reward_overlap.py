@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import QWEN_7M, parser
 
 from groupax import Engine, SamplingParams, init_model
+from groupax.core.settings.rollouts import RewardSettings
 from groupax.episodes.play import Prompts, play_episodes
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import score_groups
-from groupax.settings.rollouts import RewardSettings
 
 GROUPS, GROUP, NEW_TOKENS, SLEEP_S = 8, 4, 512, 1.0
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import show
 from serve_peer import running, write_model
 
-from groupax.launch.program import free_port
+from groupax.satellites.launch.program import free_port
 
 MAX_TOKENS = 64
 READY_S = 600

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from models import QWEN_7M, show
 
-from groupax.launch.program import free_port
+from groupax.satellites.launch.program import free_port
 
 READY_S = 120
 

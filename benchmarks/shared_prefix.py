@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import QWEN_7M, parser, show
 
 from groupax import GRPOConfig, init_model
+from groupax.core.types import Row
 from groupax.models.flops import forward_flops
 from groupax.runs.build import learner_settings
 from groupax.training.learner import Learner
-from groupax.types import Row
 
 PROMPTS, PROMPT_TOKENS, GROUP, NEW_TOKENS = 2, 512, 8, 128
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from models import QWEN3_06B, QWEN_05B
 
-from groupax.planning.devices import find_target, prepare
+from groupax.satellites.planning.devices import find_target, prepare
 
 LIBTPU = Path(__file__).parents[1] / "build" / "libtpu"
 MODELS = {"Qwen2.5-0.5B": QWEN_05B, "Qwen3-0.6B": QWEN3_06B}
@@ -38,8 +38,8 @@ def measure(model: Mapping[str, Any], layers: int | None, rows: int) -> dict[str
     from groupax import GRPOConfig
     from groupax.models.families import read_config
     from groupax.parallel.mesh import make_mesh
-    from groupax.planning.abstract import device_bytes
-    from groupax.planning.run import trace_run
+    from groupax.satellites.planning.abstract import device_bytes
+    from groupax.satellites.planning.run import trace_run
 
     config = read_config({**model, "num_hidden_layers": layers or model["num_hidden_layers"]})
     target = find_target(TARGET)

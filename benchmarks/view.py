@@ -23,9 +23,9 @@ from urllib.request import urlopen
 import numpy as np
 import pyarrow
 
+from groupax.core.types import Rollout
 from groupax.events import TokenScores
 from groupax.runs.rollout_log import rollout_table, write_table
-from groupax.types import Rollout
 
 GROUP = 10
 TOKENS = 120

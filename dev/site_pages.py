@@ -16,13 +16,13 @@ from typing import Any, get_args
 
 import groupax
 from groupax.cli.main import COMMANDS, run_command, usage
-from groupax.config import GRPOConfig, SFTConfig
+from groupax.core.config import GRPOConfig, SFTConfig
+from groupax.core.settings.command_line import descriptions, parts, title
 from groupax.runs import diagnostics
 from groupax.runs.checkpoints import saver
 from groupax.runs.diagnostics import SEVERITIES as SEVERITY_BY_NAME
 from groupax.runs.diagnostics import Severity, severity_of
 from groupax.runs.trackers import sink
-from groupax.settings.command_line import descriptions, parts, title
 
 SETTINGS = "reference/settings.md"
 # What a reader of the file in the repository sees in the list's place.

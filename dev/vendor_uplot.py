@@ -1,6 +1,6 @@
 """Fetch the chart library of `groupax view` from the npm registry: `python dev/vendor_uplot.py VERSION`.
 
-Its built files and its licence come to groupax/view/static/vendor, with their version and hashes in uPlot.json. Without
+Its built files and its licence come to groupax/satellites/view/static/vendor, with their version and hashes in uPlot.json. Without
 a version, the recorded one is fetched again, and it is an error if it is not what was recorded. Needs npm.
 """
 

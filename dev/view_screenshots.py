@@ -22,8 +22,8 @@ from typing import Any
 from PIL import Image
 from selenium import webdriver
 
-from groupax.view.runs import Runs
-from groupax.view.server import make_server
+from groupax.satellites.view.runs import Runs
+from groupax.satellites.view.server import make_server
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"

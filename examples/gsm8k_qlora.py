@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from groupax import GRPOConfig, GRPOTrainer, SamplingParams, load_model, save_model
+from groupax.core.storage.hub import push_folder
 from groupax.data.tokenizer import load_tokenizer
-from groupax.storage.hub import push_folder
 
 SYSTEM_PROMPT = """Respond in the following format, with nothing outside of the tags:
 <thinking>

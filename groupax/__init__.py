@@ -7,14 +7,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from groupax.config import GRPOConfig as GRPOConfig
-    from groupax.config import SFTConfig as SFTConfig
+    from groupax.core.config import GRPOConfig as GRPOConfig
+    from groupax.core.config import SFTConfig as SFTConfig
+    from groupax.core.errors import InfrastructureError as InfrastructureError
+    from groupax.core.settings.sampling import SamplingParams as SamplingParams
     from groupax.engine.engine import Engine as Engine
-    from groupax.environments.mcp_tools import mcp as mcp
-    from groupax.environments.openenv import openenv as openenv
-    from groupax.environments.program import program as program
-    from groupax.environments.python_tool import python_tool as python_tool
-    from groupax.environments.verifiers_v0 import verifiers as verifiers
     from groupax.episodes.custom import RolloutFunction as RolloutFunction
     from groupax.episodes.custom import RolloutRequest as RolloutRequest
     from groupax.episodes.custom import Trajectory as Trajectory
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
     from groupax.episodes.traces import read_traces as read_traces
     from groupax.episodes.traces import recorded_rollouts as recorded_rollouts
     from groupax.episodes.traces import trace_reward as trace_reward
-    from groupax.errors import InfrastructureError as InfrastructureError
     from groupax.models.lora import LoRAConfig as LoRAConfig
     from groupax.models.weights.checkpoint import Model as Model
     from groupax.models.weights.checkpoint import add_adapter as add_adapter
@@ -30,9 +26,13 @@ if TYPE_CHECKING:
     from groupax.models.weights.checkpoint import load_model as load_model
     from groupax.models.weights.saving import save_adapter as save_adapter
     from groupax.models.weights.saving import save_model as save_model
-    from groupax.replay.bisect import bisect_run as bisect_run
-    from groupax.replay.session import replay_step as replay_step
-    from groupax.settings.sampling import SamplingParams as SamplingParams
+    from groupax.satellites.environments.mcp_tools import mcp as mcp
+    from groupax.satellites.environments.openenv import openenv as openenv
+    from groupax.satellites.environments.program import program as program
+    from groupax.satellites.environments.python_tool import python_tool as python_tool
+    from groupax.satellites.environments.verifiers_v0 import verifiers as verifiers
+    from groupax.satellites.replay.bisect import bisect_run as bisect_run
+    from groupax.satellites.replay.session import replay_step as replay_step
     from groupax.sft import SFTResult as SFTResult
     from groupax.sft import SFTTrainer as SFTTrainer
     from groupax.tools.tool import Step as Step
@@ -44,37 +44,37 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Engine": "groupax.engine.engine",
-    "GRPOConfig": "groupax.config",
+    "GRPOConfig": "groupax.core.config",
     "GRPOTrainer": "groupax.trainer",
-    "InfrastructureError": "groupax.errors",
+    "InfrastructureError": "groupax.core.errors",
     "LoRAConfig": "groupax.models.lora",
     "Model": "groupax.models.weights.checkpoint",
     "RolloutFunction": "groupax.episodes.custom",
     "RolloutRequest": "groupax.episodes.custom",
-    "SFTConfig": "groupax.config",
+    "SFTConfig": "groupax.core.config",
     "SFTResult": "groupax.sft",
     "SFTTrainer": "groupax.sft",
-    "SamplingParams": "groupax.settings.sampling",
+    "SamplingParams": "groupax.core.settings.sampling",
     "Step": "groupax.tools.tool",
     "Trajectory": "groupax.episodes.custom",
     "TraceFile": "groupax.episodes.traces",
     "TrainResult": "groupax.trainer",
     "add_adapter": "groupax.models.weights.checkpoint",
-    "bisect_run": "groupax.replay.bisect",
+    "bisect_run": "groupax.satellites.replay.bisect",
     "init_model": "groupax.models.weights.checkpoint",
     "load_model": "groupax.models.weights.checkpoint",
-    "mcp": "groupax.environments.mcp_tools",
-    "openenv": "groupax.environments.openenv",
-    "program": "groupax.environments.program",
-    "python_tool": "groupax.environments.python_tool",
+    "mcp": "groupax.satellites.environments.mcp_tools",
+    "openenv": "groupax.satellites.environments.openenv",
+    "program": "groupax.satellites.environments.program",
+    "python_tool": "groupax.satellites.environments.python_tool",
     "read_traces": "groupax.episodes.traces",
     "recorded_rollouts": "groupax.episodes.traces",
-    "replay_step": "groupax.replay.session",
+    "replay_step": "groupax.satellites.replay.session",
     "save_adapter": "groupax.models.weights.saving",
     "save_model": "groupax.models.weights.saving",
     "tool": "groupax.tools.tool",
     "trace_reward": "groupax.episodes.traces",
-    "verifiers": "groupax.environments.verifiers_v0",
+    "verifiers": "groupax.satellites.environments.verifiers_v0",
 }
 
 __all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]

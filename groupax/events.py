@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from groupax.types import Metrics, Rollout
+from groupax.core.types import Metrics, Rollout
 
 T = TypeVar("T")
 

@@ -12,7 +12,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from groupax.config import SFTConfig
+from groupax.core.config import SFTConfig
+from groupax.core.settings.objective import EntropySettings, ObjectiveSettings
+from groupax.core.settings.optimizer import LearningRateSettings, OptimizerSettings
+from groupax.core.settings.sft import ExampleSettings
+from groupax.core.types import Metrics, Row
 from groupax.data.examples import Examples, describe_source, load_examples, visit_order
 from groupax.data.files import EVAL_SPLITS, TRAIN_SPLITS
 from groupax.data.supervised import (
@@ -40,11 +44,7 @@ from groupax.runs.model_card import SFT, Trained, license_of, read_card, run_car
 from groupax.runs.progress.display import Progress, headline_text, result_html, short_number
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.trainer import Description, Trainer, make_learner
-from groupax.settings.objective import EntropySettings, ObjectiveSettings
-from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
-from groupax.settings.sft import ExampleSettings
 from groupax.training.learner import LearnerSettings, Update
-from groupax.types import Metrics, Row
 
 MAX_DENOMINATOR = 10_000  # of a number of epochs
 OF_SAMPLING = ("ratio/", "rollout/")  # metrics of a comparison with a policy that sampled

@@ -13,7 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from groupax.config import GRPOConfig
+from groupax.core.config import GRPOConfig
+from groupax.core.errors import RewardError
+from groupax.core.settings.sampling import SamplingParams
+from groupax.core.storage.buckets import is_remote
+from groupax.core.types import Metrics, Prompt, PromptImages, Row
 from groupax.data.examples import Examples, describe_source
 from groupax.data.prompts import PromptSet
 from groupax.data.tokenizer import eos_token_ids, is_conversational
@@ -21,10 +25,9 @@ from groupax.engine.scheduler import Demand
 from groupax.engine.sequence import Sampler
 from groupax.episodes.custom import as_rollout_function
 from groupax.episodes.record import FOLDER as RECORDS
-from groupax.errors import RewardError
+from groupax.evaluation.estimates import Estimate
 from groupax.evaluation.evaluate import Evaluation, evaluate, find_correctness_reward
 from groupax.events import Listener, PhaseStarted, StepStarted, TokenScores, ignore
-from groupax.metrics.estimates import Estimate
 from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.quantize import require_quantizer
 from groupax.parallel import processes
@@ -71,10 +74,7 @@ from groupax.runs.progress.display import Progress, headline_text, result_html, 
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.step_record import step_record
 from groupax.runs.trainer import Description, Trainer, make_learner
-from groupax.settings.sampling import SamplingParams
-from groupax.storage.buckets import is_remote
 from groupax.training.learner import Update
-from groupax.types import Metrics, Prompt, PromptImages, Row
 
 DIVERGED = "Lower learning_rate, set beta above 0, or look at the rewards of these batches"  # advice
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from groupax.cli.replay import maker
-from groupax.settings.command_line import Positional, parsed
-from groupax.terminal.printable import printable
+from groupax.core.settings.command_line import Positional, parsed
+from groupax.core.terminal.printable import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,9 @@ def bisect(arguments: Sequence[str]) -> None:
     """Runs `groupax bisect`."""
     command = parsed(Bisect, "bisect", arguments)
 
-    from groupax.replay.bisect import bisected, bisection_lines, first_line, opening, parsed_condition
-    from groupax.replay.recorded import recorded_run
-    from groupax.replay.session import settings_of
+    from groupax.satellites.replay.bisect import bisected, bisection_lines, first_line, opening, parsed_condition
+    from groupax.satellites.replay.recorded import recorded_run
+    from groupax.satellites.replay.session import settings_of
 
     run, condition = recorded_run(command.run_dir.rstrip("/")), parsed_condition(command.until)
     step, before = first_line(run.metrics, condition)

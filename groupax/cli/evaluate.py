@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupax.cli.train import chosen_agents, flag_value
-from groupax.config import GRPOConfig
+from groupax.core.config import GRPOConfig
+from groupax.core.settings.command_line import Positional, parsed
+from groupax.core.settings.compute import DecodingWeights
+from groupax.core.settings.rollouts import EpisodeSettings, PromptOverflow, RewardSettings
+from groupax.core.settings.sampling import SamplingParams
 from groupax.events import Emit, Message, PhaseStarted
 from groupax.parallel import processes
 from groupax.parallel.preemption import stoppable
@@ -18,10 +22,6 @@ from groupax.runs.diagnostics import reward_diagnostics
 from groupax.runs.files import check_unlocked
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
-from groupax.settings.command_line import Positional, parsed
-from groupax.settings.compute import DecodingWeights
-from groupax.settings.rollouts import EpisodeSettings, PromptOverflow, RewardSettings
-from groupax.settings.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from groupax.data.examples import Examples
@@ -107,6 +107,7 @@ def run_eval(command: Eval, progress: Progress) -> Results:
         command: Parsed command line.
         progress: Display of the progress, used by the primary process only.
     """
+    from groupax.core.storage.folders import resolve_folder
     from groupax.data.prompts import encode_examples, prompt_limit
     from groupax.engine.core import FEATURE_BYTES
     from groupax.engine.engine import Engine
@@ -120,7 +121,6 @@ def run_eval(command: Eval, progress: Progress) -> Results:
     from groupax.rewards.resolve import check_columns, resolve_rewards, resolve_weights
     from groupax.rewards.runner import RewardRunner
     from groupax.rollouts.collector import Episodes, Scoring
-    from groupax.storage.folders import resolve_folder
 
     command = replace(command, output_dir=command.output_dir.absolute())  # a reward may change the working directory
     configure_jax()  # joins the other processes, so that it is known which one is the primary process
@@ -196,8 +196,8 @@ def run_eval(command: Eval, progress: Progress) -> Results:
 
 def _show(command: Eval, results: Results) -> None:
     from groupax.cli.summary import estimate_table
+    from groupax.core.terminal.tables import output_console
     from groupax.evaluation.items import binary_rewards
-    from groupax.terminal.tables import output_console
 
     console = output_console()
     for name, ways in results.items():
@@ -339,9 +339,9 @@ def compare(arguments: Sequence[str]) -> None:
     command = parsed(Compare, "compare", arguments)
 
     from groupax.cli.summary import difference_table, plain_differences
+    from groupax.core.terminal.tables import output_console
     from groupax.evaluation.items import compare as compare_items
     from groupax.evaluation.items import read_items
-    from groupax.terminal.tables import output_console
 
     console = output_console()
     written = {}

@@ -6,20 +6,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from groupax.cli.train import chosen_agents
+from groupax.core.settings.command_line import parsed
+from groupax.core.settings.compute import DecodingWeights
+from groupax.core.settings.rollouts import EpisodeSettings
+from groupax.core.settings.sampling import SamplingParams
+from groupax.core.terminal.printable import printable
 from groupax.events import PhaseStarted
 from groupax.recipes import RECIPES, load_recipe
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import Rich
-from groupax.settings.command_line import parsed
-from groupax.settings.compute import DecodingWeights
-from groupax.settings.rollouts import EpisodeSettings
-from groupax.settings.sampling import SamplingParams
-from groupax.terminal.printable import printable
 
 if TYPE_CHECKING:
+    from groupax.core.types import Rollout
     from groupax.engine.engine import Engine
     from groupax.episodes.rules import Rules
-    from groupax.types import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from groupax.cli.train import Train, train_defaults
-from groupax.config import GRPOConfig
-from groupax.settings.command_line import Option, Positional, common_options, options, parsed, parts, title
-from groupax.terminal.printable import printable
+from groupax.core.config import GRPOConfig
+from groupax.core.settings.command_line import Option, Positional, common_options, options, parsed, parts, title
+from groupax.core.terminal.printable import printable
 
 WIDTH = 100
 # What the file shows for options without a default.

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from groupax.launch.program import Outcome, Retries, program_of, run_with_retries, split_argv
-from groupax.settings.command_line import parsed
-from groupax.settings.fields import nearest
+from groupax.core.settings.command_line import parsed
+from groupax.core.settings.fields import nearest
+from groupax.satellites.launch.program import Outcome, Retries, program_of, run_with_retries, split_argv
 
 USAGE = "groupax launch local | slurm | ray [options] -- train ... (or resume, eval, or any program)"
 
@@ -38,7 +38,7 @@ def local(arguments: Sequence[str], argv: Sequence[str]) -> int:
     if command.num_processes < 1:
         raise ValueError(f"-n must be at least 1, got {command.num_processes}")
 
-    from groupax.launch.local import Stop, local_attempt
+    from groupax.satellites.launch.local import Stop, local_attempt
 
     program = program_of(argv)
     with Stop() as stop:
@@ -55,7 +55,7 @@ def local(arguments: Sequence[str], argv: Sequence[str]) -> int:
 
 def slurm(arguments: Sequence[str], argv: Sequence[str]) -> int:
     """Runs `groupax launch slurm`."""
-    from groupax.launch.slurm import Slurm, script_of, submit, write_script
+    from groupax.satellites.launch.slurm import Slurm, script_of, submit, write_script
 
     command = parsed(Slurm, "launch slurm", arguments)
     file = write_script(script_of(command, argv), command.file or Path(f"{command.job_name}.sbatch"))
@@ -68,7 +68,7 @@ def slurm(arguments: Sequence[str], argv: Sequence[str]) -> int:
 
 def ray(arguments: Sequence[str], argv: Sequence[str]) -> int:
     """Runs `groupax launch ray`."""
-    from groupax.launch.ray_functions import Ray, launch_on_ray
+    from groupax.satellites.launch.ray_functions import Ray, launch_on_ray
 
     return launch_on_ray(parsed(Ray, "launch ray", arguments), argv, log)
 

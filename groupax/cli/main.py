@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Any
 
 from groupax import __version__
-from groupax.errors import PREEMPTED, PreemptedError, RunError
+from groupax.core.errors import PREEMPTED, PreemptedError, RunError
+from groupax.core.settings.fields import nearest
+from groupax.core.terminal.printable import printable
 from groupax.recipes import RECIPES
-from groupax.settings.fields import nearest
-from groupax.terminal.printable import printable
 
 _python_format = warnings.formatwarning
 # Where each command is, which is imported when it runs, and what the help says of it.

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from groupax.core.settings.command_line import Positional, parsed
+from groupax.core.settings.optimizer import LoRABias
+from groupax.core.terminal.printable import printable
 from groupax.runs.model_card import code, shown_name
-from groupax.settings.command_line import Positional, parsed
-from groupax.settings.optimizer import LoRABias
-from groupax.terminal.printable import printable
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -143,14 +143,14 @@ def push(arguments: Sequence[str]) -> None:
     """Runs `groupax push`."""
     command = parsed(Push, "push", arguments)
 
-    from groupax.storage.hub import push_folder
+    from groupax.core.storage.hub import push_folder
 
     print(f"{command.folder} is at {push_folder(command.folder, command.repo_id, private=not command.public)}")
 
 
 def _check_folder(folder: Path, *sources: str | None) -> None:
     """Refuses a destination that a model cannot be written to, before one is loaded."""
-    from groupax.storage.replacing import check_destination
+    from groupax.core.storage.replacing import check_destination
 
     paths = [Path(source).expanduser() for source in sources if source is not None]
     check_destination(folder, [path for path in paths if path.is_dir()])

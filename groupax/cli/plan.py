@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from groupax.cli.train import train_defaults
-from groupax.config import GRPOConfig
-from groupax.planning.devices import prepare
+from groupax.core.config import GRPOConfig
+from groupax.core.settings.command_line import parsed
 from groupax.recipes import load_recipe
-from groupax.settings.command_line import parsed
+from groupax.satellites.planning.devices import prepare
 
 if TYPE_CHECKING:
     from groupax.models.config import ModelConfig
@@ -62,11 +62,11 @@ def plan(arguments: Sequence[str]) -> int:
 
     from rich.console import Console
 
-    from groupax.planning.fitting import Request, find_fitting_plan, make_plan
-    from groupax.planning.measured import Compiler
-    from groupax.planning.tables import format_plan, plan_record, verdict
+    from groupax.core.terminal.activities import Activities
     from groupax.recipes.recipe import fit_config
-    from groupax.terminal.activities import Activities
+    from groupax.satellites.planning.fitting import Request, find_fitting_plan, make_plan
+    from groupax.satellites.planning.measured import Compiler
+    from groupax.satellites.planning.tables import format_plan, plan_record, verdict
 
     activities = Activities(Console(stderr=True))
     model, lora = _read_model(command.model, command.args)

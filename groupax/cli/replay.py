@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from groupax.cli.train import Train, command_of, inputs_of
-from groupax.config import GRPOConfig
+from groupax.core.config import GRPOConfig
+from groupax.core.settings.command_line import Positional, parsed
+from groupax.core.terminal.printable import printable
 from groupax.runs.progress.named import progress_named
-from groupax.settings.command_line import Positional, parsed
-from groupax.terminal.printable import printable
 
 if TYPE_CHECKING:
-    from groupax.replay.recorded import RecordedRun
-    from groupax.replay.trainer import Make, ReplayTrainer, Target
     from groupax.runs.step_record import Stage
+    from groupax.satellites.replay.recorded import RecordedRun
+    from groupax.satellites.replay.trainer import Make, ReplayTrainer, Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ def replay(arguments: Sequence[str]) -> int:
     """Runs `groupax replay`, and returns the exit status."""
     command = parsed(Replay, "replay", arguments)
 
-    from groupax.replay.recorded import recorded_run
-    from groupax.replay.session import (
+    from groupax.satellites.replay.recorded import recorded_run
+    from groupax.satellites.replay.session import (
         changed_settings,
         changed_target,
         replay_changed,
@@ -100,7 +100,7 @@ def maker(run: "RecordedRun", progress_bar: str, rewards: Sequence[str] | None =
     """
 
     def make(target: "Target", args: GRPOConfig) -> "ReplayTrainer":
-        from groupax.replay.trainer import ReplayTrainer
+        from groupax.satellites.replay.trainer import ReplayTrainer
 
         command = trained_command(run, target.step)
         command = replace(command, reward_funcs=rewards or command.reward_funcs)

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from groupax.errors import require
+from groupax.core.errors import require
+from groupax.core.settings import environment as env
+from groupax.core.settings.command_line import parsed
+from groupax.core.settings.compute import DecodingWeights
 from groupax.parallel.processes import is_loopback, listen
-from groupax.settings import environment as env
-from groupax.settings.command_line import parsed
-from groupax.settings.compute import DecodingWeights
 
 if TYPE_CHECKING:
     import uvicorn

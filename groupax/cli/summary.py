@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
+from groupax.core.settings.sampling import SamplingParams
+from groupax.core.terminal.printable import one_line, printable
+from groupax.core.types import Metrics, Prompt
 from groupax.data.tokenizer import is_conversational, last_text
+from groupax.evaluation.completions import first_and_last
+from groupax.evaluation.estimates import Estimate
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.evaluation.items import Comparison, compare, write_items
 from groupax.evaluation.paired import PairedDifference, p_text
-from groupax.metrics.completions import first_and_last
-from groupax.metrics.estimates import Estimate
 from groupax.runs.progress.display import sparkline
 from groupax.runs.report.page import thinned
-from groupax.settings.sampling import SamplingParams
 from groupax.sft import SFTResult
-from groupax.terminal.printable import one_line, printable
 from groupax.trainer import TrainResult
-from groupax.types import Metrics, Prompt
 
 CANNOT_BELOW = 0.05  # largest pass@1 of a model that cannot do the task
 MANY_WITHOUT_SIGNAL = 0.5  # share of groups from which on dynamic sampling is worth a try
@@ -106,7 +106,7 @@ def next_commands(uri: str, prompt: Prompt, result: TrainResult | SFTResult, fla
 
 def show(parts: Sequence[Any]) -> None:
     """Prints texts and rich tables."""
-    from groupax.terminal.tables import output_console
+    from groupax.core.terminal.tables import output_console
 
     console = output_console()
     for part in parts:
@@ -149,7 +149,7 @@ def difference_table(title: str, comparison: Comparison, before: Metrics, after:
         before: Metrics before, for lengths and truncation.
         after: Metrics after, for lengths and truncation.
     """
-    from groupax.terminal.tables import Fitting, stacked, table_of
+    from groupax.core.terminal.tables import Fitting, stacked, table_of
 
     rows = []
     for name, pair in comparison.differences.items():
@@ -163,7 +163,7 @@ def difference_table(title: str, comparison: Comparison, before: Metrics, after:
 
 def estimate_table(title: str, estimates: Mapping[str, Estimate]) -> Any:
     """Returns a rich table of estimates with their intervals."""
-    from groupax.terminal.tables import Fitting, stacked, table_of
+    from groupax.core.terminal.tables import Fitting, stacked, table_of
 
     rows = [
         (name, f"{each.value:.4f}", f"{each.low:.4f} to {each.high:.4f}", each.method, f"{each.num_items:,}")

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupax import __version__
-from groupax.config import NAMES_ELSEWHERE, GRPOConfig, SFTConfig, config_class, hint_for
-from groupax.errors import RewardError
+from groupax.core.config import NAMES_ELSEWHERE, GRPOConfig, SFTConfig, config_class, hint_for
+from groupax.core.errors import RewardError
+from groupax.core.settings.command_line import parsed
+from groupax.core.settings.fields import as_given, as_read, check_type, nearest
 from groupax.events import Message, PhaseStarted
 from groupax.parallel import processes
 from groupax.parallel.preemption import stoppable
@@ -21,8 +23,6 @@ from groupax.runs.files import complete_run
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import progress_named
-from groupax.settings.command_line import parsed
-from groupax.settings.fields import as_given, as_read, check_type, nearest
 
 LISTS = ("reward_funcs", "eval_dataset", "tools", "environments")  # options of the command that are lists of texts
 
@@ -434,9 +434,9 @@ def num_steps_if_complete(command: Train | SFT, recorded: Train | SFT) -> int | 
         command: The command that resumes the run.
         recorded: The command that the run was started with, changed to resume it.
     """
+    from groupax.core.storage.buckets import is_remote
     from groupax.runs.checkpoints.choose import split_path
     from groupax.runs.checkpoints.store import LocalStore
-    from groupax.storage.buckets import is_remote
 
     run, step = split_path(command.args.resume)
     if is_remote(run) or step is not None or not isinstance(about := _run_file(run, "run.json"), dict):
@@ -453,8 +453,8 @@ def num_steps_if_complete(command: Train | SFT, recorded: Train | SFT) -> int | 
 
 
 def _run_file(run: str, name: str) -> dict[str, Any] | None:
-    from groupax.storage.buckets import RemoteFolder, is_remote
-    from groupax.storage.folders import read_file
+    from groupax.core.storage.buckets import RemoteFolder, is_remote
+    from groupax.core.storage.folders import read_file
 
     try:
         text = RemoteFolder(run).read(name) if is_remote(run) else read_file(Path(run) / name)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from groupax.errors import require
+from groupax.core.errors import require
+from groupax.core.settings.command_line import Positional, parsed
 from groupax.parallel.processes import is_loopback, listen
-from groupax.settings.command_line import Positional, parsed
 
 PORT = 4747
 
@@ -37,8 +37,8 @@ def view(arguments: Sequence[str]) -> None:
     if not command.run_dirs:
         raise ValueError("no run folder is given; usage: groupax view RUN_DIR [RUN_DIR ...]")
     require("view", "the page")
-    from groupax.view.runs import Runs
-    from groupax.view.server import serve
+    from groupax.satellites.view.runs import Runs
+    from groupax.satellites.view.server import serve
 
     runs = Runs(command.run_dirs)
     listening = _listen(command.host, command.port)

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from groupax.config import GRPOConfig, SFTConfig
-from groupax.settings.compute import AttnImplementation
-from groupax.settings.fields import nearest, shown
-from groupax.settings.sampling import EvalSamplingSettings
+from groupax.core.config import GRPOConfig, SFTConfig
+from groupax.core.settings.compute import AttnImplementation
+from groupax.core.settings.fields import nearest, shown
+from groupax.core.settings.sampling import EvalSamplingSettings
 
 T = TypeVar("T", bound="Arguments")
 ConfigT = TypeVar("ConfigT", GRPOConfig, SFTConfig)

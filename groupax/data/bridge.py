@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from groupax.core.terminal.printable import short_repr
 from groupax.data.chat import CHAT_TEMPLATES, check_tools, join_text_parts, render, writes_tools
 from groupax.data.tokenizer import encode_texts
-from groupax.terminal.printable import short_repr
 
 
 class PlainText:

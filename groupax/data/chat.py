@@ -15,9 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from groupax.settings.fields import check_json, nearest
-from groupax.settings.rollouts import RESERVED, check_template_kwargs
-from groupax.terminal.printable import error_line, short_repr
+from groupax.core.settings.fields import check_json, nearest
+from groupax.core.settings.rollouts import RESERVED, check_template_kwargs
+from groupax.core.terminal.printable import error_line, short_repr
 
 IMAGE_PART = {"type": "image"}  # the place of an image in a message
 

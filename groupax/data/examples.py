@@ -10,11 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from groupax.core.settings.run import PromptOrder
 from groupax.data.chat import without_nulls
 from groupax.data.files import TRAIN_SPLITS, TableRows, check_characters, read_rows
 from groupax.data.images import COLUMNS as IMAGES
 from groupax.data.images import absolute_paths, has_images, images_of, is_filled, named, unnamed
-from groupax.settings.run import PromptOrder
 
 Example = Mapping[str, Any]
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from groupax.core.settings.fields import nearest
+from groupax.core.storage.folders import list_names
+from groupax.core.terminal.printable import error_line
 from groupax.data.chat import without_nulls
 from groupax.data.images import absolute_paths
-from groupax.settings.fields import nearest
-from groupax.storage.folders import list_names
-from groupax.terminal.printable import error_line
 
 
 class TableRows:

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupax.errors import require
-from groupax.storage.folders import read_file
-from groupax.terminal.printable import error_line, short_repr
+from groupax.core.errors import require
+from groupax.core.storage.folders import read_file
+from groupax.core.terminal.printable import error_line, short_repr
 
 COLUMNS = ("image", "images")
 # Formats of files that are decoded.

@@ -9,12 +9,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from groupax.core.settings.rollouts import PromptOverflow, check_template_kwargs
+from groupax.core.types import PromptImages
 from groupax.data.chat import render
 from groupax.data.examples import Examples, image_columns, tools_of_rows
 from groupax.data.images import has_images, images_of, with_images, without_images
 from groupax.data.tokenizer import encode_prompts, is_conversational
-from groupax.settings.rollouts import PromptOverflow, check_template_kwargs
-from groupax.types import PromptImages
 
 Tools = Sequence[Sequence[Mapping[str, Any]]]  # of each prompt, as schemas in OpenAI's format
 logger = logging.getLogger(__name__)

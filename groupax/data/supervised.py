@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
+from groupax.core.settings.rollouts import check_template_kwargs
+from groupax.core.settings.sft import ExampleSettings
+from groupax.core.types import Prompt, Row
 from groupax.data.chat import render_all
 from groupax.data.examples import Examples, tools_of_rows
 from groupax.data.prompts import row_template_kwargs
 from groupax.data.tokenizer import encode_texts, is_conversational, rust_errors
-from groupax.settings.rollouts import check_template_kwargs
-from groupax.settings.sft import ExampleSettings
-from groupax.types import Prompt, Row
 
 TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 START, END = "\ue0f0", "\ue0f1"  # written in place of the tags; for private use, so that texts hardly have them

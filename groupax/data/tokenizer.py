@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from groupax.core.storage.folders import MAX_JSON_BYTES, READ, check_links, read_json
+from groupax.core.terminal.printable import error_line, short_repr
+from groupax.core.types import Prompt
 from groupax.data.chat import CHAT_TEMPLATES, TEMPLATES, TemplateError, render_all
 from groupax.data.files import check_characters
-from groupax.storage.folders import MAX_JSON_BYTES, READ, check_links, read_json
-from groupax.terminal.printable import error_line, short_repr
-from groupax.types import Prompt
 
 # Classes of tokenizers that are fully described by `tokenizer.json`.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")

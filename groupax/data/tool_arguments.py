@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from groupax.settings.fields import nearest
-from groupax.terminal.printable import short_repr
+from groupax.core.settings.fields import nearest
+from groupax.core.terminal.printable import short_repr
 
 MAX_DEPTH = 64  # of nested objects and arrays
 SPACE = re.compile(r"\s*+")

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from groupax.core.settings.sampling import BIASED_TOKENS, STOP_IDS, sampling_kind
 from groupax.engine.cache import (
     ROWS,
     Cache,
@@ -40,7 +41,6 @@ from groupax.engine.scheduler import Admission, CacheShape, Demand, Plan, Schedu
 from groupax.engine.sequence import Sequence
 from groupax.models.specs import Params
 from groupax.parallel.collectives import to_device, to_host
-from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS, sampling_kind
 
 # With at most this many chunks left, the number of slots no longer changes.
 LAST_CHUNKS = 3

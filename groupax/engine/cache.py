@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from groupax.core.settings.sampling import SAMPLER
 from groupax.engine.sampling import Options
 from groupax.engine.scheduler import CacheShape, Plan
 from groupax.engine.sequence import Sequence
@@ -27,7 +28,6 @@ from groupax.models.recurrent import State, empty_state
 from groupax.parallel.mesh import DATA, RULES, num_data_shards
 from groupax.parallel.pytree import pytree
 from groupax.parallel.runtime import cuda_capability
-from groupax.settings.sampling import SAMPLER
 
 ROWS = PartitionSpec(DATA)
 REPLICATED = PartitionSpec()

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from groupax.constraints import ConstraintCompiler
+from groupax.core.storage.folders import resolve_folder
 from groupax.data.prompts import ImageEncoder
 from groupax.engine.cache import cache_dtype, plan_for, token_bytes
+from groupax.engine.constraints import ConstraintCompiler
 from groupax.engine.prefix_cache import PrefixCache
 from groupax.engine.scheduler import CHUNK_STEPS, FREE_FRAC, Demand, Plan
 from groupax.models.config import ModelConfig
@@ -25,7 +26,6 @@ from groupax.models.weights.nf4 import is_nf4
 from groupax.models.weights.quantize import check_decoding_weights, decoding_params, is_quantized
 from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import decoding_mesh, indivisible, make_mesh, num_data_shards, splits_model
-from groupax.storage.folders import resolve_folder
 
 FEATURE_BYTES = 1 << 30  # host memory for the features of images, unless a cache is given
 logger = logging.getLogger(__name__)

@@ -19,8 +19,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.constraints import ConstraintCompiler, fault_of
+from groupax.core.settings.sampling import MAX_LOGPROBS, SamplingKind
 from groupax.engine.cache import ROWS, Cache, Slots, by_kind, layer_caches, pspec_of
+from groupax.engine.constraints import ConstraintCompiler, fault_of
 from groupax.engine.sampling import History, Sampled, sample, uniforms
 from groupax.engine.sequence import Sequence
 from groupax.models.adapted import select_adapters
@@ -37,7 +38,6 @@ from groupax.parallel.collectives import all_gather
 from groupax.parallel.mesh import DATA, Layout
 from groupax.parallel.pytree import pytree
 from groupax.parallel.runtime import traced_platform
-from groupax.settings.sampling import MAX_LOGPROBS, SamplingKind
 
 
 @pytree

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from groupax.core.settings.sampling import SamplingParams
+from groupax.core.types import PromptImages
 from groupax.data.chat import render
 from groupax.data.images import has_images, images_of, with_images, without_images
 from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, special_token_ids
@@ -22,8 +24,6 @@ from groupax.models.specs import Params
 from groupax.models.vision.processing import prompt_encoder
 from groupax.models.weights.checkpoint import Model, load_adapter
 from groupax.models.weights.quantize import require_quantizer
-from groupax.settings.sampling import SamplingParams
-from groupax.types import PromptImages
 
 
 class Engine(EngineCore):

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from groupax.core.types import PromptImages
 from groupax.engine.cache import ROWS, Cache, Slots, by_kind, layer_caches, num_recurrent, pspec_of
 from groupax.engine.scheduler import PIECE_COLUMNS, Admission, piece_size
 from groupax.engine.sequence import Sequence
@@ -33,7 +34,6 @@ from groupax.models.vision.tower import FeatureCache
 from groupax.parallel.mesh import DATA, Layout
 from groupax.parallel.pytree import pytree
 from groupax.parallel.runtime import traced_platform
-from groupax.types import PromptImages
 
 
 @pytree

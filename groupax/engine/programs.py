@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.stages import Traced
 
+from groupax.core.settings.sampling import BIASED_TOKENS, STOP_IDS, SamplingKind, sampling_kind
 from groupax.engine.cache import (
     ROWS,
     Cache,
@@ -44,7 +45,6 @@ from groupax.engine.sequence import Sequence
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards
-from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS, SamplingKind, sampling_kind
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from groupax.core.settings.sampling import MAX_LOGPROBS
 from groupax.engine.cache import ROWS, layer_caches, num_cached_heads, num_recurrent, pspec_of
 from groupax.engine.core import EngineCore
 from groupax.engine.prefill import Piece
@@ -25,7 +26,6 @@ from groupax.models.recurrent import empty_state
 from groupax.models.specs import Params
 from groupax.parallel.collectives import all_gather
 from groupax.parallel.mesh import num_data_shards
-from groupax.settings.sampling import MAX_LOGPROBS
 
 PIECE = 128  # columns that are computed at a time
 

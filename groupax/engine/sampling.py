@@ -22,9 +22,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from groupax.core.settings.sampling import MAX_LOGPROBS, SAMPLER
 from groupax.parallel.pytree import pytree
 from groupax.parallel.runtime import traced_platform
-from groupax.settings.sampling import MAX_LOGPROBS, SAMPLER
 
 # Blocks in which thresholds are searched: enough for a top-k of this size, and for most distributions' top-p.
 CANDIDATE_BLOCKS = 64
@@ -472,7 +472,7 @@ def check_rules(options: Iterable[str]) -> None:
         raise TypeError(
             f"no rule of the sampler reads {', '.join(unread)} of SamplingParams; make it a keyword-only parameter of "
             "changed_logits or _truncation in groupax/engine/sampling.py and apply it there, or name it in HOST of "
-            "groupax/settings/sampling.py if the host reads it"
+            "groupax/core/settings/sampling.py if the host reads it"
         )
 
 

@@ -7,10 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from groupax.core.settings.sampling import SamplingParams
+from groupax.core.types import FinishReason, PromptImages
 from groupax.data.tokenizer import REPLACEMENT
 from groupax.engine.prefix_cache import Place
-from groupax.settings.sampling import SamplingParams
-from groupax.types import FinishReason, PromptImages
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from groupax.types import Branch, CallRecord, Rollout, Turn
+from groupax.core.types import Branch, CallRecord, Rollout, Turn
 
 DTYPES: dict[str, type] = {  # of the arrays of a branch
     "prompt_ids": np.int32,

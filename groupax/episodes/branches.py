@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from groupax.core.types import Branch, FinishReason, Rollout, Turn
 from groupax.data.examples import with_values
 from groupax.episodes.as_json import DTYPES
 from groupax.tools.calls import answered_calls
-from groupax.types import Branch, FinishReason, Rollout, Turn
 
 Messages = tuple[Mapping[str, Any], ...]
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from groupax.core.errors import RunError
+from groupax.core.settings.sampling import SamplingParams
+from groupax.core.terminal.printable import short_repr
+from groupax.core.types import Branch, Prompt, Rollout
 from groupax.data.examples import with_values
 from groupax.data.tokenizer import decode, encode_prompts, is_conversational
 from groupax.engine.sequence import Sampler
 from groupax.engine.sequence import Sequence as Completion
-from groupax.errors import RunError
-from groupax.settings.sampling import SamplingParams
-from groupax.terminal.printable import short_repr
-from groupax.types import Branch, Prompt, Rollout
 
 
 @dataclass(frozen=True, eq=False)

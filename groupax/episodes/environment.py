@@ -19,14 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from groupax.core.terminal.printable import one_line, short_repr
+from groupax.core.types import Prompt, Rollout
 from groupax.parallel import processes
 from groupax.rewards.contract import Reward
-from groupax.terminal.printable import one_line, short_repr
 from groupax.tools.calls import ToolCall
 from groupax.tools.results import checked_step, cut_middle
 from groupax.tools.runner import Outcome
 from groupax.tools.tool import Tool, tools_of
-from groupax.types import Prompt, Rollout
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from groupax.core.settings.rollouts import EpisodeSettings
+from groupax.core.types import CallRecord, FinishReason, Rollout, Turn
 from groupax.engine.prefix_cache import Place
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.environment import OpenEnvironment
 from groupax.episodes.record import Question
 from groupax.episodes.rules import Setup
-from groupax.settings.rollouts import EpisodeSettings
 from groupax.tools.calls import ParsedTurn, ToolCall, assistant_message
 from groupax.tools.results import ToolResult
 from groupax.tools.runner import Outcome
 from groupax.tools.tool import Tool, match_calls
-from groupax.types import CallRecord, FinishReason, Rollout, Turn
 
 SEEDS = 1 << 31
 

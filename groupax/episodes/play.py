@@ -19,6 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from groupax.core.errors import RunError
+from groupax.core.settings.sampling import SamplingParams
+from groupax.core.terminal.printable import short_repr
+from groupax.core.types import FinishReason, PromptImages, Rollout
 from groupax.data.examples import Examples, with_values
 from groupax.data.tokenizer import decode, encode_prompts, special_token_ids
 from groupax.engine.prefix_cache import Place
@@ -39,13 +43,9 @@ from groupax.episodes.episode import Episode, EpisodeFailed, Start, group_seed, 
 from groupax.episodes.record import LEFT, Question, Record
 from groupax.episodes.rules import SINGLE_TURNS, Rules, Setup
 from groupax.episodes.scheduler import Calls, Method, Scheduler, Task
-from groupax.errors import RunError
-from groupax.settings.sampling import SamplingParams
-from groupax.terminal.printable import short_repr
 from groupax.tools.calls import ToolCall, answered_calls
 from groupax.tools.results import checked_reward
 from groupax.tools.runner import TIMED_OUT, Outcome, ToolRunner
-from groupax.types import FinishReason, PromptImages, Rollout
 
 Open = Callable[[int], Coroutine[Any, Any, tuple[Start, int]]]
 LATER_TURNS = 1 << 30  # first index of the prompts of later turns, above those of any rollout

@@ -18,6 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from groupax.core.errors import RunError
+from groupax.core.settings.sampling import SamplingParams
+from groupax.core.types import FinishReason, Rollout
 from groupax.engine.prefix_cache import Place
 from groupax.engine.sequence import Sampler
 from groupax.engine.sequence import Sequence as Completion
@@ -29,11 +32,8 @@ from groupax.episodes.record import LEFT, Question
 from groupax.episodes.rules import Rules
 from groupax.episodes.scheduler import Calls, Scheduler, Task
 from groupax.episodes.transcript import Templates, Transcript
-from groupax.errors import RunError
-from groupax.settings.sampling import SamplingParams
 from groupax.tools.results import checked_reward, message_of
 from groupax.tools.runner import TIMED_OUT, Outcome
-from groupax.types import FinishReason, Rollout
 
 
 class ProgramRun:

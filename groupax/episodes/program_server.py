@@ -24,11 +24,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from groupax.core.errors import RunError
 from groupax.data.tokenizer import context_tokens, decode_after
 from groupax.engine.sequence import text_before_stop
 from groupax.episodes.program import BASE, MODEL, Answer, Endpoint, Listening, Session, TurnRequest
 from groupax.episodes.transcript import Templates
-from groupax.errors import RunError
 from groupax.parallel import processes
 from groupax.parallel.processes import listen
 from groupax.serve.exchange import Delta, Exchange, collect, streamed

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from groupax.terminal.printable import error_line
+from groupax.core.terminal.printable import error_line
 from groupax.tools.results import ToolResult, error_result
 from groupax.tools.runner import Outcome
 

@@ -4,30 +4,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from groupax.core.settings.fields import nearest
+from groupax.core.settings.references import import_attribute, parse_call
+from groupax.core.settings.rollouts import EpisodeSettings
+from groupax.core.terminal.printable import one_line, short_repr
+from groupax.core.types import Prompt
 from groupax.data.bridge import Bridge, TextBridge
 from groupax.data.examples import Examples
 from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.environment import EnvironmentClass, environment_classes
 from groupax.episodes.program import ProgramClass
 from groupax.parallel import processes
-from groupax.settings.fields import nearest
-from groupax.settings.references import import_attribute, parse_call
-from groupax.settings.rollouts import EpisodeSettings
-from groupax.terminal.printable import one_line, short_repr
 from groupax.tools.calls import ParsedTurn
 from groupax.tools.formats import CallFormat, call_format
 from groupax.tools.tool import Tool, tools_from
-from groupax.types import Prompt
 
 # Functions that make environments or tools, whose names need no module.
 ENVIRONMENTS = {
-    "openenv": "groupax.environments.openenv:openenv",
-    "verifiers": "groupax.environments.verifiers_v0:verifiers",
-    "program": "groupax.environments.program:program",
+    "openenv": "groupax.satellites.environments.openenv:openenv",
+    "verifiers": "groupax.satellites.environments.verifiers_v0:verifiers",
+    "program": "groupax.satellites.environments.program:program",
 }
 TOOLS = {
-    "python_tool": "groupax.environments.python_tool:python_tool",
-    "mcp": "groupax.environments.mcp_tools:mcp",
+    "python_tool": "groupax.satellites.environments.python_tool:python_tool",
+    "mcp": "groupax.satellites.environments.mcp_tools:mcp",
 }
 
 

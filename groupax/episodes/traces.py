@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from groupax.core.types import Rollout
 from groupax.episodes.branches import SampledTurn, streams_of
 from groupax.episodes.custom import RolloutFunction, RolloutRequest, Trajectory
 from groupax.events import Event, RolloutScored
 from groupax.parallel import processes
-from groupax.types import Rollout
 
 Trace = dict[str, Any]
 

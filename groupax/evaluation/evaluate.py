@@ -3,20 +3,20 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from groupax.core.settings.fields import nearest
+from groupax.core.settings.sampling import SamplingParams
+from groupax.core.terminal.tables import table_html
+from groupax.core.types import Metrics, Rollout
 from groupax.data.prompts import PromptSet
 from groupax.engine.sequence import Sampler
 from groupax.episodes.play import Prompts, play_episodes
+from groupax.evaluation.completions import completion_metrics, episode_metrics, logged_metrics, with_logged
+from groupax.evaluation.estimates import Estimate
 from groupax.evaluation.items import ACCURACY_REWARDS, ONLY_SET, Item, estimates, make_items
 from groupax.events import Emit, counted, ignore
-from groupax.metrics.completions import completion_metrics, episode_metrics, logged_metrics, with_logged
-from groupax.metrics.estimates import Estimate
 from groupax.rewards.contract import Reward
 from groupax.rewards.scoring import Scored, score_groups
 from groupax.rollouts.collector import Episodes, Scoring
-from groupax.settings.fields import nearest
-from groupax.settings.sampling import SamplingParams
-from groupax.terminal.tables import table_html
-from groupax.types import Metrics, Rollout
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from groupax.core.storage.folders import MAX_LOG_BYTES, read_file
+from groupax.core.types import Rollout
 from groupax.data.images import named
 from groupax.episodes.as_json import messages_as_json, turns_as_json
+from groupax.evaluation.estimates import Estimate, majority_at_k, mean_share, mean_value, pass_at_k, powers_up_to
 from groupax.evaluation.paired import PairedDifference, paired_difference
-from groupax.metrics.estimates import Estimate, majority_at_k, mean_share, mean_value, pass_at_k, powers_up_to
 from groupax.rewards.answers import final_number, number_text
 from groupax.rewards.maths import last_boxed
 from groupax.rewards.text import final_part
-from groupax.storage.folders import MAX_LOG_BYTES, read_file
-from groupax.types import Rollout
 
 ONLY_SET = "eval"  # name of a single evaluation set without a name
 
@@ -112,7 +112,7 @@ class Completion:
     Attributes:
         text: Text without special tokens.
         num_tokens: Number of tokens, including the stop token.
-        finish_reason: Reason of its end, as in `groupax.types.Rollout`.
+        finish_reason: Reason of its end, as in `groupax.core.types.Rollout`.
         rewards: Reward by function; None where one does not apply or failed.
         reward: Weighted sum of the rewards; None if none applies.
         solved: Whether it is correct; None if that is unknown.

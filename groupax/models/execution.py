@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from groupax.settings.compute import Checkpointing, ReduceDtype
+from groupax.core.settings.compute import Checkpointing, ReduceDtype
 
 # Logits that are computed at a time. Blocks of this size stay in a CPU's cache; an accelerator reads the vocabulary's
 # matrix again for each block, and has memory for 256 MiB.

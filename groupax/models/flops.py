@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 
+from groupax.core.storage.folders import ADAPTER_NAME, check_links, read_json, whereabouts
+from groupax.core.storage.model_json import validate_config
 from groupax.models.config import Chunks, GatedDeltaNet, ModelConfig, Window
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig, adapter_base, count_params, read_lora_config, trainable_params_line
 from groupax.models.recurrent import CHUNK
 from groupax.models.specs import Spec, model_specs, num_params
 from groupax.models.weights.nf4 import nf4_bytes, without_nf4
-from groupax.storage.folders import ADAPTER_NAME, check_links, read_json, whereabouts
-from groupax.storage.model_json import validate_config
 
 
 def forward_flops(config: ModelConfig, sequences: Iterable[tuple[int, list[int]]]) -> float:

@@ -19,16 +19,10 @@ import regex
 from jaxtyping import Array, Key
 from safetensors.numpy import save_file
 
-from groupax.models.adapted import FrozenBase, LowRank, Params
-from groupax.models.config import ModelConfig
-from groupax.models.specs import Spec, model_specs, num_params
-from groupax.models.weights.quantize import dense
-from groupax.models.weights.tensor_files import DTYPES, INDEX_NAME, SINGLE_NAME, TensorFile, check_finite
-from groupax.parallel.collectives import to_device
-from groupax.settings.fields import nearest
-from groupax.settings.optimizer import LoRABias
-from groupax.storage.folders import ADAPTER_NAME, at_revision, split_revision
-from groupax.storage.model_json import (
+from groupax.core.settings.fields import nearest
+from groupax.core.settings.optimizer import LoRABias
+from groupax.core.storage.folders import ADAPTER_NAME, at_revision, split_revision
+from groupax.core.storage.model_json import (
     FLAG,
     MAX_SIZE,
     TEXT,
@@ -40,7 +34,13 @@ from groupax.storage.model_json import (
     list_of,
     validate,
 )
-from groupax.terminal.printable import short_repr
+from groupax.core.terminal.printable import short_repr
+from groupax.models.adapted import FrozenBase, LowRank, Params
+from groupax.models.config import ModelConfig
+from groupax.models.specs import Spec, model_specs, num_params
+from groupax.models.weights.quantize import dense
+from groupax.models.weights.tensor_files import DTYPES, INDEX_NAME, SINGLE_NAME, TensorFile, check_finite
+from groupax.parallel.collectives import to_device
 
 PATTERN_TIMEOUT_S = 2.0
 ALL_LINEAR = "all-linear"

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key
 
+from groupax.core.settings.compute import ReduceDtype
 from groupax.models.adapted import AdaptedWeight, LowRank
 from groupax.models.config import ModelConfig
 from groupax.models.specs import FLOAT32, Params, Spec, model_specs
 from groupax.parallel.collectives import all_gather, psum_grad, to_device
 from groupax.parallel.mesh import GATHERED, Layout, layout_for
-from groupax.settings.compute import ReduceDtype
 
 Dims = tuple[str | None, ...]
 

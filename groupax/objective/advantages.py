@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float
 
-from groupax.settings.objective import MultiObjectiveAggregation, ScaleRewards
-from groupax.settings.references import reference_to, resolve
+from groupax.core.settings.objective import MultiObjectiveAggregation, ScaleRewards
+from groupax.core.settings.references import reference_to, resolve
 
 STD_FLOOR = 1e-4  # keeps groups of almost equal rewards from blowing up
 

@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from groupax.core.settings.objective import ObjectiveSettings
 from groupax.parallel.pytree import pytree
-from groupax.settings.objective import ObjectiveSettings
 
 
 @pytree

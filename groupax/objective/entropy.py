@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from groupax.settings.objective import EntropySettings
+from groupax.core.settings.objective import EntropySettings
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from groupax.core.settings.objective import ObjectiveSettings
+from groupax.core.settings.references import bind, reference_to, resolve
 from groupax.objective.aggregation import (
     Aggregation,
     seq_mean_token_mean,
@@ -26,8 +28,6 @@ from groupax.objective.aggregation import (
 from groupax.objective.metrics import LossMetrics, RowMax, RowMin, row_means
 from groupax.objective.ratios import LOG_RATIO_LIMIT, clamp_log_ratio, clip_ratio
 from groupax.parallel.pytree import pytree
-from groupax.settings.objective import ObjectiveSettings
-from groupax.settings.references import bind, reference_to, resolve
 
 
 @pytree

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from groupax.core.settings.objective import ObjectiveSettings
+from groupax.core.settings.references import reference_to
 from groupax.objective.aggregation import Denominators, aggregate
 from groupax.objective.losses import TokenTerms, find_loss, on_policy_tokens
 from groupax.objective.metrics import MetricSums, sum_metrics, zeros_like
 from groupax.objective.ratios import LOG_RATIO_LIMIT, RATIOS, bias_corrected, find_estimator, rollout_correction
 from groupax.parallel.pytree import pytree
-from groupax.settings.objective import ObjectiveSettings
-from groupax.settings.references import reference_to
 
 
 @pytree

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from groupax.settings.objective import ObjectiveSettings
-from groupax.settings.references import resolve
+from groupax.core.settings.objective import ObjectiveSettings
+from groupax.core.settings.references import resolve
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: larger ratios carry no information, and exp must not overflow
 

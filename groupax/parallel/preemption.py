@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from groupax.errors import PreemptedError
+from groupax.core.errors import PreemptedError
 
 METADATA_HOST = "metadata.google.internal"  # GCE_METADATA_HOST names another, as for Google's own tools
 QUIET = {"maintenance-event": "NONE", "preempted": "FALSE"}  # the answers when nothing is announced

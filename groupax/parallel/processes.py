@@ -29,8 +29,8 @@ from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from typing import Any
 
-from groupax.errors import RewardError, RunError
-from groupax.settings import environment as env
+from groupax.core.errors import RewardError, RunError
+from groupax.core.settings import environment as env
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LAST_PORT = 65535

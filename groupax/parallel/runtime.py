@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax import monitoring
 
-from groupax.errors import RunError
+from groupax.core.errors import RunError
 from groupax.parallel.accelerators import GPU_MEMORY_FRAC, has_cuda_plugin, set_gpu_flags
 from groupax.parallel.memory import keep_freed_memory
 from groupax.parallel.processes import join

@@ -2,8 +2,8 @@
 
 import importlib
 
+from groupax.core.settings.fields import nearest
 from groupax.recipes.recipe import Recipe
-from groupax.settings.fields import nearest
 
 # Name of a recipe -> its module, which defines `RECIPE`.
 RECIPES = {

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from groupax.config import GRPOConfig
+from groupax.core.config import GRPOConfig
+from groupax.core.storage.folders import resolve_folder
 from groupax.data.examples import Example, Examples, check_text_only
 from groupax.data.files import EVAL_SPLITS, TRAIN_SPLITS, MissingSplitError, file_kind, read_rows
-from groupax.storage.folders import resolve_folder
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from typing import Any
 
 # Public name -> its module.
 _PUBLIC = {
-    "RewardError": "groupax.errors",
+    "RewardError": "groupax.core.errors",
     "RewardModel": "groupax.rewards.model",
-    "TrainerState": "groupax.types",
+    "TrainerState": "groupax.core.types",
     "with_columns": "groupax.rewards.resolve",
     "BUILTIN_REWARDS": "groupax.rewards.resolve",
     "code_tests": "groupax.rewards.code",

@@ -19,6 +19,9 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from groupax.core.settings.rollouts import RewardSettings
+from groupax.core.terminal.printable import printable, short_repr
+from groupax.core.types import Rollout, TrainerState
 from groupax.rewards.contract import (
     ENVIRONMENTS,
     Reward,
@@ -35,9 +38,6 @@ from groupax.rewards.workers import (
     call_noticing,
     start_workers,
 )
-from groupax.settings.rollouts import RewardSettings
-from groupax.terminal.printable import printable, short_repr
-from groupax.types import Rollout, TrainerState
 
 BACKOFF_S = 0.5  # before the first retry; doubled before each further one
 ASYNC_CONCURRENCY = 64  # calls of one async function at a time

@@ -11,8 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from groupax.terminal.printable import printable
-from groupax.types import Rollout, TrainerState
+from groupax.core.terminal.printable import printable
+from groupax.core.types import Rollout, TrainerState
 
 BATCH_ARGS = ("prompts", "completions", "completion_ids", "completion_mask", "turns", "batch")
 SINGLE_ARGS = ("prompt", "completion", "completion_ids", "completion_mask", "turns")

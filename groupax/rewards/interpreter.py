@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
 
-from groupax.errors import InfrastructureError
+from groupax.core.errors import InfrastructureError
 from groupax.rewards.isolated.start import inner_order
 from groupax.rewards.sandbox import Limits, Sandbox, end_isolated, start_isolated
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-from groupax.errors import require
+from groupax.core.errors import require
 from groupax.rewards.answers import final_expression, final_number
 from groupax.rewards.text import boxes, completion_text
 

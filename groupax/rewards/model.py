@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from groupax.core.types import Rollout
 from groupax.data.chat import render
 from groupax.data.tokenizer import encode_texts, is_conversational, load_tokenizer
 from groupax.models.config import ModelConfig
@@ -20,7 +21,6 @@ from groupax.models.specs import Params
 from groupax.models.weights.checkpoint import Model, load_model
 from groupax.parallel.collectives import to_device, to_host
 from groupax.parallel.mesh import DATA, num_data_shards
-from groupax.types import Rollout
 
 ROWS = PartitionSpec(DATA)
 MICRO_BATCH_TOKENS = 8192

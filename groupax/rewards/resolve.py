@@ -12,7 +12,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from groupax.errors import require
+from groupax.core.errors import require
+from groupax.core.settings.fields import nearest
+from groupax.core.settings.references import import_attribute, parse_call
 from groupax.rewards.code import code_tests
 from groupax.rewards.contract import BATCH_ARGS, EXTRA_ARGS, SINGLE_ARGS, ModelReward, Reward
 from groupax.rewards.formats import (
@@ -27,8 +29,6 @@ from groupax.rewards.formats import (
 from groupax.rewards.lengths import cosine_length, repetition_penalty, soft_overlong
 from groupax.rewards.maths import gsm8k_accuracy, math_accuracy
 from groupax.rewards.sandbox import check_sandbox
-from groupax.settings.fields import nearest
-from groupax.settings.references import import_attribute, parse_call
 
 # The built-in rewards by name, for YAML files and the command line.
 BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {

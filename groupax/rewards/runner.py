@@ -15,14 +15,14 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from groupax.errors import RewardError
+from groupax.core.errors import RewardError
+from groupax.core.settings.rollouts import RewardSettings
+from groupax.core.types import Rollout, TrainerState
 from groupax.parallel import processes
 from groupax.rewards.calls import Supervisor
 from groupax.rewards.contract import Reward, Scores, checked_scores
 from groupax.rewards.resolve import check_setup
 from groupax.rewards.workers import MainThread, check_sendable
-from groupax.settings.rollouts import RewardSettings
-from groupax.types import Rollout, TrainerState
 
 
 class _ThreadState(threading.local):

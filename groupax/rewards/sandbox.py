@@ -30,7 +30,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from groupax.errors import RunError
+from groupax.core.errors import RunError
 from groupax.rewards.isolated.start import BOOTSTRAP, serialize_order
 from groupax.rewards.seccomp import filter_program
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from groupax.core.types import Rollout
 from groupax.rewards.contract import Scores
 from groupax.rewards.runner import RewardRunner
-from groupax.types import Rollout
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ import errno
 import struct
 from functools import cache
 
-from groupax.errors import RunError
+from groupax.core.errors import RunError
 
 # Name of a machine -> the column of `REFUSED`, the AUDIT_ARCH_* constant.
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}

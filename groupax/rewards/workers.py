@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from groupax.errors import require
+from groupax.core.errors import require
 from groupax.parallel.preemption import RolloutCancelled
 from groupax.rewards.contract import Reward
 
@@ -74,7 +74,7 @@ def check_sendable(rewards: Iterable[Reward], kind: str) -> None:
 
 def _ray_tasks() -> tuple[Callable[..., "Future[Any]"], Callable[[], None]]:
     """Returns functions like `start_workers`, for tasks with one core and no accelerator, which are never retried."""
-    from groupax.launch.ray_functions import connect
+    from groupax.satellites.launch.ray_functions import connect
 
     handler = signal.getsignal(signal.SIGTERM)  # it requests a run to stop, and Ray replaces it
     connect()

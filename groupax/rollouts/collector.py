@@ -10,16 +10,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from groupax.config import GRPOConfig
+from groupax.core.config import GRPOConfig
+from groupax.core.errors import RewardError, RunError, is_out_of_memory
+from groupax.core.settings.objective import AdvantageSettings, MaskSettings
+from groupax.core.settings.sampling import SamplingParams
+from groupax.core.types import TRUNCATIONS, Branch, FinishReason, Metrics, Rollout, Row, TrainerState
 from groupax.data.examples import visit_order
 from groupax.data.prompts import PromptSet
 from groupax.engine.sequence import PolicySampler, Sampler
 from groupax.episodes.play import Prompts, play_episodes
 from groupax.episodes.record import Record
 from groupax.episodes.rules import Rules
-from groupax.errors import RewardError, RunError, is_out_of_memory
-from groupax.events import Emit, PhaseStarted, counted, ignore
-from groupax.metrics.completions import (
+from groupax.evaluation.completions import (
     completion_metrics,
     episode_metrics,
     logged_metrics,
@@ -28,6 +30,7 @@ from groupax.metrics.completions import (
     trl_zero_std_frac,
     with_logged,
 )
+from groupax.events import Emit, PhaseStarted, counted, ignore
 from groupax.objective.advantages import (
     Advantages,
     clipped_sum,
@@ -41,10 +44,7 @@ from groupax.rewards.contract import reward_matrix, turn_reward_matrices
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
 from groupax.rollouts.state import Cursor, Experience, Group, UpdateSchedule
-from groupax.settings.objective import AdvantageSettings, MaskSettings
-from groupax.settings.sampling import SamplingParams
 from groupax.training.adapters import PolicyLearner
-from groupax.types import TRUNCATIONS, Branch, FinishReason, Metrics, Rollout, Row, TrainerState
 
 
 @dataclass(frozen=True, eq=False)

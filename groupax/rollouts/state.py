@@ -8,8 +8,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from groupax.config import GRPOConfig
-from groupax.types import Metrics, Rollout, Row
+from groupax.core.config import GRPOConfig
+from groupax.core.types import Metrics, Rollout, Row
 
 Group = list[Rollout]
 

@@ -9,7 +9,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from groupax.config import GRPOConfig, RunConfig
+from groupax.core.config import GRPOConfig, RunConfig
+from groupax.core.settings import environment as env
+from groupax.core.settings.compute import mesh_sizes
+from groupax.core.settings.objective import EntropySettings, ObjectiveSettings
+from groupax.core.settings.optimizer import LearningRateSettings, OptimizerSettings
+from groupax.core.settings.rollouts import EpisodeSettings
+from groupax.core.settings.sampling import SamplingParams
 from groupax.data.examples import Examples, load_examples
 from groupax.data.files import EVAL_SPLITS
 from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
@@ -35,12 +41,6 @@ from groupax.rewards.contract import ENVIRONMENTS, Reward
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rollouts.collector import sampling_params
 from groupax.runs.checkpoints.record import stored_dtype
-from groupax.settings import environment as env
-from groupax.settings.compute import mesh_sizes
-from groupax.settings.objective import EntropySettings, ObjectiveSettings
-from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
-from groupax.settings.rollouts import EpisodeSettings
-from groupax.settings.sampling import SamplingParams
 from groupax.training.adapters import PolicyLearner
 from groupax.training.learner import LearnerSettings
 

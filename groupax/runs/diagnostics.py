@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from groupax.config import GRPOConfig
+from groupax.core.config import GRPOConfig
+from groupax.core.settings.objective import UNCLIPPED, WEIGHTED_BY_LENGTH
+from groupax.core.types import Metrics
 from groupax.events import Diagnosed, Emit, Evaluated, Event, RolloutScored, StepEnded
-from groupax.settings.objective import UNCLIPPED, WEIGHTED_BY_LENGTH
-from groupax.types import Metrics
 
 UNSCORED_ROLLOUTS = 3  # in a row, after which a run without any reward ends
 PATIENCE_STEPS = 5  # a diagnosis from metrics needs this many steps in a row

@@ -15,9 +15,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from groupax.errors import RunError
-from groupax.storage.buckets import RemoteFolder
-from groupax.storage.folders import read_file
+from groupax.core.errors import RunError
+from groupax.core.storage.buckets import RemoteFolder
+from groupax.core.storage.folders import read_file
 
 METRICS, LOCK = "metrics.jsonl", ".lock"
 # Errors of file systems without locks, such as some network ones.

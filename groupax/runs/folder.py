@@ -11,10 +11,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from groupax.core.storage.buckets import RemoteFolder, is_remote
+from groupax.core.storage.folders import MAX_LOG_BYTES, read_file
+from groupax.core.types import Metrics, Rollout
 from groupax.episodes.record import FOLDER as RECORDS
+from groupax.evaluation.completions import json_numbers
 from groupax.evaluation.items import Item, write_items
 from groupax.events import Emit, Message, TokenScores, ignore
-from groupax.metrics.completions import json_numbers
 from groupax.models.vision.processing import write_processor
 from groupax.runs.files import (
     LOCK,
@@ -32,9 +35,6 @@ from groupax.runs.files import (
     upload_changes,
 )
 from groupax.runs.rollout_log import RolloutLog, write_records
-from groupax.storage.buckets import RemoteFolder, is_remote
-from groupax.storage.folders import MAX_LOG_BYTES, read_file
-from groupax.types import Metrics, Rollout
 
 STEP_FOLDERS = ("rollouts", "evaluations", "bad_steps")  # with files named for steps
 RECORD, DIAGNOSTICS = "record.jsonl", "diagnostics.jsonl"

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from groupax.config import GRPOConfig
+from groupax.core.config import GRPOConfig
+from groupax.core.settings.compute import Checkpointing, CheckpointingChoice
 from groupax.data.prompts import PromptSet
 from groupax.models.config import ModelConfig
 from groupax.models.flops import forward_flops
@@ -27,7 +28,6 @@ from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import devices_of, versions
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import short_number
-from groupax.settings.compute import Checkpointing, CheckpointingChoice
 from groupax.training.adapters import PolicyLearner
 
 

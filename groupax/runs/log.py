@@ -8,7 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from groupax.config import RunConfig
+from groupax.core.config import RunConfig
+from groupax.core.settings.run import RolloutLogSettings
+from groupax.core.types import Metrics, Rollout
+from groupax.evaluation.completions import merge_rollouts, window_mean, with_logged
 from groupax.events import (
     Diagnosed,
     Emit,
@@ -21,14 +24,11 @@ from groupax.events import (
     StepEnded,
     TokenScores,
 )
-from groupax.metrics.completions import merge_rollouts, window_mean, with_logged
 from groupax.parallel import processes
 from groupax.parallel.runtime import compilation
 from groupax.runs.diagnostics import Diagnose, Diagnostics, step_diagnostics
 from groupax.runs.folder import RunFolder
 from groupax.runs.trackers.sink import Trackers
-from groupax.settings.run import RolloutLogSettings
-from groupax.types import Metrics, Rollout
 
 
 @runtime_checkable

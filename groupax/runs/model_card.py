@@ -13,10 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from groupax.config import RunConfig
-from groupax.storage.folders import split_revision
-from groupax.terminal.printable import one_line
-from groupax.types import Metrics, Prompt
+from groupax.core.config import RunConfig
+from groupax.core.storage.folders import split_revision
+from groupax.core.terminal.printable import one_line
+from groupax.core.types import Metrics, Prompt
 
 CARD_NAME = "README.md"
 _PACKAGES = ("groupax", "jax", "transformers")

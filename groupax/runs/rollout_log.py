@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.core.types import Prompt, PromptImages, Rollout
 from groupax.data.examples import Example, values_as_json, with_values_from_json
 from groupax.data.images import image_name, images_of, named, save_png
 from groupax.episodes.as_json import (
@@ -21,7 +22,6 @@ from groupax.episodes.as_json import (
     turns_from_json,
 )
 from groupax.events import TokenScores
-from groupax.types import Prompt, PromptImages, Rollout
 
 KEPT_FRAC = 0.8  # of the budget, when files have to go
 ABOUT = b"groupax"  # key of a file's own metadata: {"step", "reward"}

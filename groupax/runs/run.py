@@ -10,8 +10,11 @@ from typing import TypeVar
 
 import jax
 
-from groupax.config import GRPOConfig, RunConfig, SFTConfig
-from groupax.errors import DivergedError, RewardError
+from groupax.core.config import GRPOConfig, RunConfig, SFTConfig
+from groupax.core.errors import DivergedError, RewardError
+from groupax.core.storage.buckets import is_remote
+from groupax.core.storage.replacing import ForeignFilesError, check_destination
+from groupax.core.types import Row
 from groupax.events import Emit, EventStream, Message, PhaseStarted, RunDescribed, RunEnded, RunStarted
 from groupax.models.weights.saving import source_folders
 from groupax.parallel import processes
@@ -31,11 +34,8 @@ from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.runs.trackers.tracker import check_trackers
 from groupax.runs.trainer import Description, Trainer, result_folders
-from groupax.storage.buckets import is_remote
-from groupax.storage.replacing import ForeignFilesError, check_destination
 from groupax.training.learner import Update
 from groupax.training.state import TrainState
-from groupax.types import Row
 
 ConfigT = TypeVar("ConfigT", GRPOConfig, SFTConfig)
 

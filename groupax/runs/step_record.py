@@ -16,10 +16,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from groupax.core.types import Rollout, Row
 from groupax.data.images import named
 from groupax.rollouts.state import Cursor
 from groupax.training.learner import Update
-from groupax.types import Rollout, Row
 
 Stage = Literal["data", "rollout", "reward", "advantage", "loss", "update"]
 STAGES: tuple[Stage, ...] = get_args(Stage)

@@ -10,6 +10,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from groupax.core.storage.hub import push_folder
+from groupax.core.storage.replacing import replace_card
+from groupax.core.types import Metrics
 from groupax.events import Emit, Listener
 from groupax.models.adapted import apply_adapter
 from groupax.models.lora import count_params, trainable_params_line
@@ -28,11 +31,8 @@ from groupax.runs.diagnostics import Diagnose
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import Evaluation, RunLog
 from groupax.runs.model_card import shown_name
-from groupax.storage.hub import push_folder
-from groupax.storage.replacing import replace_card
 from groupax.training.adapters import AdapterLearners, PolicyLearner
 from groupax.training.learner import Learner, LearnerSettings
-from groupax.types import Metrics
 
 
 @dataclass(frozen=True)

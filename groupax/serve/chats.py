@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator
 
+from groupax.core.settings.rollouts import check_template_kwargs
 from groupax.data.chat import check_messages, check_tools, join_text_parts
 from groupax.data.images import URL, open_image, read_image, without_images
 from groupax.serve.web import ApiError, bad_request
-from groupax.settings.rollouts import check_template_kwargs
 
 MAX_TOOLS = 256
 MAX_QUOTED = 80  # characters of a value that an error quotes

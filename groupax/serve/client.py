@@ -21,9 +21,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from groupax.core.errors import RunError
+from groupax.core.settings.sampling import SamplingParams
+from groupax.core.types import FinishReason
 from groupax.engine.engine import new_sequences
 from groupax.engine.sequence import Sequence as Completion
-from groupax.errors import RunError
 from groupax.models.config import ModelConfig
 from groupax.models.lora import Adapter
 from groupax.models.specs import Params
@@ -32,8 +34,6 @@ from groupax.parallel.collectives import to_host_on_primary
 from groupax.parallel.preemption import RolloutCancelled
 from groupax.serve.dialects import UNKNOWN, Dialect, RemoteCompletion, WeightsFolder, identify_server
 from groupax.serve.remote import RefusedError, RemoteServer
-from groupax.settings.sampling import SamplingParams
-from groupax.types import FinishReason
 
 MAX_REQUESTS = 64  # simultaneous
 RETRIED = (429, 500, 502, 503, 504)  # statuses after which the request is repeated, here or on another server

@@ -22,15 +22,15 @@ from typing import Any
 
 import numpy as np
 
+from groupax.core.errors import RunError
+from groupax.core.settings.sampling import SAMPLER, SamplingParams
 from groupax.engine.sequence import Sequence as Completion
-from groupax.errors import RunError
 from groupax.models.config import ModelConfig
 from groupax.models.lora import Adapter, adapter_config_dict, adapter_specs
 from groupax.models.specs import Params, model_specs
 from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.saving import host_tensors, param_leaves, save_model, specs_by_name, trained_params
 from groupax.serve.remote import RefusedError, RemoteServer, bytes_of, manifest_of, reading
-from groupax.settings.sampling import SAMPLER, SamplingParams
 
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}  # by `owned_by` of their models
 BUSY = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)

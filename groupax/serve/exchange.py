@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from groupax.core.types import FinishReason
 from groupax.data.tokenizer import REPLACEMENT, context_tokens, decode
 from groupax.engine.sequence import text_before_stop
 from groupax.serve.requests import Request
 from groupax.serve.turns import Call, Turn, TurnReader, TurnStream
 from groupax.serve.web import ApiError
-from groupax.types import FinishReason
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from groupax.core.settings.sampling import SamplingParams
+from groupax.core.types import PromptImages
 from groupax.engine.engine import Engine
 from groupax.engine.programs import Programs
 from groupax.engine.prompt_logps import PromptLogps, Scoring, compile_for, num_columns
@@ -29,8 +31,6 @@ from groupax.engine.session import Session
 from groupax.parallel.mesh import num_data_shards
 from groupax.serve.exchange import Delta
 from groupax.serve.web import ApiError
-from groupax.settings.sampling import SamplingParams
-from groupax.types import PromptImages
 
 logger = logging.getLogger(__name__)
 

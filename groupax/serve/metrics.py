@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from groupax.core.terminal.printable import one_line
 from groupax.serve.exchange import Delta
 from groupax.serve.loop import EngineLoop, Job, adapter_of
-from groupax.terminal.printable import one_line
 
 __all__ = ["CONTENT_TYPE", "Metrics", "RequestRecord"]
 

@@ -10,12 +10,14 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from groupax.constraints import HEADER, ConstraintCompiler, rule, supported
+from groupax.core.errors import MissingPackageError
+from groupax.core.settings.sampling import SamplingParams
+from groupax.core.types import PromptImages
 from groupax.data.chat import render, unknown_template_kwargs
 from groupax.data.prompts import ImageEncoder
 from groupax.data.tokenizer import decode, encode_prompts, encode_texts, encode_within
+from groupax.engine.constraints import HEADER, ConstraintCompiler, rule, supported
 from groupax.engine.engine import Engine
-from groupax.errors import MissingPackageError
 from groupax.serve.chats import Text, decoded_images
 from groupax.serve.exchange import Exchange, TokenTexts
 from groupax.serve.requests import (
@@ -31,9 +33,7 @@ from groupax.serve.requests import (
 )
 from groupax.serve.turns import TurnFormats, TurnReader
 from groupax.serve.web import ApiError, bad_request
-from groupax.settings.sampling import SamplingParams
 from groupax.tools.formats import CallFrame, call_frame, call_opening
-from groupax.types import PromptImages
 
 DEVELOPER = "developer"  # newer name of the system's role, which few templates know
 MAX_CHARACTERS = 1 << 19  # of a text to /tokenize: two seconds and 100 MB on a slow core

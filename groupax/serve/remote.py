@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from groupax.errors import RunError
+from groupax.core.errors import RunError
 
 DTYPES: dict[str, Any] = {
     "F32": np.dtype(np.float32),

@@ -10,11 +10,11 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import from_json
 
+from groupax.core.settings.fields import nearest
+from groupax.core.settings.sampling import BIASED_TOKENS, MAX_LOGPROBS, MAX_STOP_STRINGS, STOP_IDS, SamplingParams
 from groupax.data.images import images_of, without_images
 from groupax.serve.chats import Messages, TemplateKwargs, Text, ToolChoice, Tools, expect, is_text, short
 from groupax.serve.web import ApiError
-from groupax.settings.fields import nearest
-from groupax.settings.sampling import BIASED_TOKENS, MAX_LOGPROBS, MAX_STOP_STRINGS, STOP_IDS, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as in OpenAI's API; the server's own limit applies to chats
 MAX_BIAS = 100.0

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupax.types import CallRecord
+from groupax.core.types import CallRecord
 
 
 @dataclass(frozen=True)

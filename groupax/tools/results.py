@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from groupax.errors import InfrastructureError
-from groupax.terminal.printable import short_repr
+from groupax.core.errors import InfrastructureError
+from groupax.core.terminal.printable import short_repr
 from groupax.tools.tool import Step
 
 MIN_RESULT_BYTES = 64  # room for the note in a text that was cut

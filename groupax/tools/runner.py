@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from groupax.core.errors import InfrastructureError, RunError
+from groupax.core.terminal.printable import one_line
 from groupax.data.tool_arguments import check_arguments
-from groupax.errors import InfrastructureError, RunError
-from groupax.terminal.printable import one_line
 from groupax.tools.calls import ToolCall
 from groupax.tools.results import MIN_RESULT_BYTES, ToolResult, as_step, error_result, message_of
 from groupax.tools.tool import Step, Tool

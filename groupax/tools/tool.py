@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from groupax.settings.fields import nearest
-from groupax.terminal.printable import error_line, short_repr
+from groupax.core.settings.fields import nearest
+from groupax.core.terminal.printable import error_line, short_repr
 from groupax.tools.calls import ToolCall
 
 MARK = "__groupax_tool__"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.core.types import Metrics, Row
 from groupax.models.adapted import Changes, apply_adapter, stack_adapters
 from groupax.models.execution import Execution
 from groupax.models.specs import Params
@@ -14,7 +15,6 @@ from groupax.models.weights.checkpoint import Model
 from groupax.parallel.collectives import weights_digest
 from groupax.training.learner import Learner, LearnerSettings, Update
 from groupax.training.state import TrainState
-from groupax.types import Metrics, Row
 
 SUMMED = ("loss_tokens", "micro_batches", "time/train_s")
 LARGEST = ("update_skipped", "memory/peak_bytes")

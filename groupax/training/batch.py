@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
+from groupax.core.settings.compute import SharePrefix
+from groupax.core.types import Image, Row
 from groupax.engine.prefill import joined_features
 from groupax.models.execution import FusedAttention
 from groupax.models.kernels.fused_attention import MIN_QUERIES
@@ -26,7 +28,6 @@ from groupax.objective.aggregation import Denominators
 from groupax.objective.objective import LossInputs
 from groupax.parallel.collectives import to_host
 from groupax.parallel.pytree import pytree
-from groupax.settings.compute import SharePrefix
 from groupax.training.packing import (
     MIN_TOKENS,
     PLAIN,
@@ -41,7 +42,6 @@ from groupax.training.packing import (
     round_up,
     tile_ranges,
 )
-from groupax.types import Image, Row
 
 
 @pytree

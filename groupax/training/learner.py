@@ -12,6 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from groupax.core.settings.compute import Checkpointing, UpdateSettings, VisionSettings
+from groupax.core.settings.fields import like
+from groupax.core.settings.objective import EntropySettings, MaskSettings, ObjectiveSettings, ReferenceSettings
+from groupax.core.settings.optimizer import LearningRateSettings, OptimizerSettings
+from groupax.core.settings.run import RunSettings
+from groupax.core.types import Metrics, Row
 from groupax.models.adapted import apply_adapter
 from groupax.models.execution import execution_for
 from groupax.models.kernels.fused_attention import select_fused_attention
@@ -25,11 +31,6 @@ from groupax.objective.metrics import MetricSums
 from groupax.parallel.collectives import on_devices, on_host, to_host, weights_digest
 from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import num_data_shards, splits_model
-from groupax.settings.compute import Checkpointing, UpdateSettings, VisionSettings
-from groupax.settings.fields import like
-from groupax.settings.objective import EntropySettings, MaskSettings, ObjectiveSettings, ReferenceSettings
-from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
-from groupax.settings.run import RunSettings
 from groupax.training.batch import (
     MicroBatch,
     Packed,
@@ -69,7 +70,6 @@ from groupax.training.step import (
     shard_batch,
     zero_grads,
 )
-from groupax.types import Metrics, Row
 
 
 @dataclass(frozen=True, kw_only=True)

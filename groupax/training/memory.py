@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from groupax.errors import RunError, is_out_of_memory
+from groupax.core.errors import RunError, is_out_of_memory
+from groupax.core.settings.compute import Checkpointing, CheckpointingChoice
 from groupax.models.attention import MAX_UNBLOCKED_COLUMNS
 from groupax.models.config import ModelConfig
 from groupax.models.execution import Execution
 from groupax.models.flops import activation_bytes_per_token
-from groupax.settings.compute import Checkpointing, CheckpointingChoice
 from groupax.training.batch import Packed
 
 # Kinds of checkpointing by how much they recompute.

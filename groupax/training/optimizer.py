@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from groupax.settings.optimizer import (
+from groupax.core.settings.optimizer import (
     LearningRateSettings,
     OptimizerSettings,
 )

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from groupax.settings.compute import SharePrefix
-from groupax.types import Row
+from groupax.core.settings.compute import SharePrefix
+from groupax.core.types import Row
 
 # The smallest sizes of a shape, so that shapes are few.
 MIN_PROMPT_COLUMNS = 16

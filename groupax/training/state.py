@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
+from groupax.core.settings.compute import VisionSettings
 from groupax.models.adapted import FrozenBase
 from groupax.models.config import ModelConfig
 from groupax.models.params import partition_specs, weight_dtype
@@ -20,7 +21,6 @@ from groupax.models.weights.quantize import cast_unquantized, is_quantized
 from groupax.parallel.collectives import DEVICE, HOST, on_host
 from groupax.parallel.mesh import format_mesh, splits_model
 from groupax.parallel.pytree import pytree
-from groupax.settings.compute import VisionSettings
 
 REPLICATED = PartitionSpec()
 

@@ -17,6 +17,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Key
 
+from groupax.core.settings.objective import ObjectiveSettings
+from groupax.core.types import Metrics, Row
 from groupax.models.adapted import Dropout, FrozenBase, apply_adapter
 from groupax.models.config import ModelConfig
 from groupax.models.execution import Execution
@@ -33,10 +35,8 @@ from groupax.parallel.collectives import psum, to_device
 from groupax.parallel.memory import peak_flops, peak_memory_bytes
 from groupax.parallel.mesh import DATA, TOKENS, Layout
 from groupax.parallel.pytree import pytree
-from groupax.settings.objective import ObjectiveSettings
 from groupax.training.batch import MicroBatch, Packed
 from groupax.training.state import REPLICATED
-from groupax.types import Metrics, Row
 
 ROWS = PartitionSpec(DATA)
 LOGP_DIFF = "rollout/logp_diff"  # |log-prob of the engine - log-prob of the trainer|, of the same weights

@@ -9,9 +9,9 @@ from groupax import init_model
 from groupax.compat import trl
 from groupax.compat.trl.environments import Agents, owned_reward
 from groupax.compat.trl.rollout_func import trajectories_of
+from groupax.core.errors import RunError
+from groupax.core.settings.sampling import SamplingParams
 from groupax.episodes.custom import RolloutFunction, RolloutRequest, Trajectory, custom_rollouts
-from groupax.errors import RunError
-from groupax.settings.sampling import SamplingParams
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 from tests.episodes.test_episodes import TOKENIZER, Script, add, call, played

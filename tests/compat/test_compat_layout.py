@@ -13,7 +13,7 @@ from groupax.compat.trl.layout import TRLFolders, check_output_dir, checkpoint_t
 from groupax.runs.checkpoints.choose import split_path, store_of
 from groupax.runs.checkpoints.store import HF, LocalStore
 from groupax.runs.report.record import read_run
-from groupax.view.runs import Runs
+from groupax.satellites.view.runs import Runs
 from tests.training.test_trainer import PROMPTS
 
 from .conftest import a_config

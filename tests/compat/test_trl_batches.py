@@ -8,9 +8,9 @@ import pytest
 from groupax import init_model
 from groupax.compat.trl import GRPOConfig
 from groupax.compat.trl.batches import TRLBatchTrainer
+from groupax.core.types import Rollout
 from groupax.rollouts.state import Experience
 from groupax.training.learner import Update
-from groupax.types import Rollout
 from tests.conftest import TINY, one_device_mesh
 from tests.data.test_config_and_data import a_tokenizer
 

@@ -10,6 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 from transformers import AutoTokenizer
 
+from groupax.core.settings.objective import ObjectiveSettings
+from groupax.core.types import Row
 from groupax.models.execution import DIRECT
 from groupax.models.specs import model_specs
 from groupax.models.vision.processing import load_image_processor, process_images
@@ -17,10 +19,8 @@ from groupax.models.weights.checkpoint import load_model
 from groupax.models.weights.saving import host_tensors, param_leaves
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
-from groupax.settings.objective import ObjectiveSettings
 from groupax.training.batch import computed_features, pack
 from groupax.training.step import StepSettings, all_reduce, micro_step, shard_batch, zero_grads
-from groupax.types import Row
 
 from . import trl_images as trl
 

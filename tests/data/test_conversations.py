@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from groupax import Engine, SamplingParams, init_model
+from groupax.core.settings.rollouts import EpisodeSettings
+from groupax.core.types import Row
 from groupax.engine.prefix_cache import Place
 from groupax.episodes.play import Prompts, play_episodes
 from groupax.episodes.rules import make_rules
 from groupax.parallel.mesh import make_mesh
-from groupax.settings.rollouts import EpisodeSettings
 from groupax.tools.tool import Step
-from groupax.types import Row
 from tests.conftest import TINY, rest_heavy
 from tests.training.test_agreement import trainer_logps
 

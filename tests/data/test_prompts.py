@@ -12,12 +12,12 @@ from tokenizers.processors import TemplateProcessing
 from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model
 from groupax.cli.main import main
 from groupax.compat import trl
+from groupax.core.settings.fields import read_mapping
 from groupax.data import chat as chats
 from groupax.data.chat import TemplateProcess, render, render_all
 from groupax.data.prompts import encode_examples
 from groupax.data.tokenizer import encode_prompts, load_tokenizer
 from groupax.episodes.play import Prompts, play_episodes
-from groupax.settings.fields import read_mapping
 from tests.conftest import SHARED, TINY
 from tests.engine.samplers import FinishedSession
 from tests.training.test_trainer import a_trainer

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from groupax import SamplingParams
-from groupax.constraints import MAX_CHARACTERS, ConstraintCompiler, fault_of
 from groupax.data.tokenizer import token_bytes
+from groupax.engine.constraints import MAX_CHARACTERS, ConstraintCompiler, fault_of
 from groupax.engine.sampling import sample
 from groupax.models.decoder import logits
 from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer

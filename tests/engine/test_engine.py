@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from groupax import Engine, SamplingParams, init_model, load_model
+from groupax.core.settings.sampling import SAMPLER, sampling_kind
 from groupax.engine import prefill, scheduler
 from groupax.engine.batch import Batch
 from groupax.engine.prefix_cache import Prefix, PrefixCache
@@ -23,7 +24,6 @@ from groupax.episodes.play import play_episodes
 from groupax.models.decoder import logits
 from groupax.models.weights.quantize import decoding_params
 from groupax.parallel.mesh import AXES
-from groupax.settings.sampling import SAMPLER, sampling_kind
 from tests.conftest import TINY, rest_heavy
 
 RNG = np.random.default_rng(0)

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from groupax.core.settings.sampling import SamplingParams
 from groupax.engine.programs import ADMISSION_STEPS, HOST_FRAC, MIN_CHUNK_S, Pace
 from groupax.engine.scheduler import CacheShape, Demand, Plan, Scheduler
 from groupax.engine.sequence import Sequence
-from groupax.settings.sampling import SamplingParams
 
 
 def sequences_of(*prompt_indices):

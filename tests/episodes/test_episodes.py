@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, init_model
+from groupax.core.errors import RunError
+from groupax.core.settings.rollouts import EpisodeSettings
+from groupax.core.settings.sampling import SamplingParams
 from groupax.episodes.custom import RolloutFunction, Trajectory
 from groupax.episodes.environment import EnvironmentClass, with_observation
 from groupax.episodes.play import Prompts, play_episodes
 from groupax.episodes.rules import make_rules
-from groupax.errors import RunError
-from groupax.settings.rollouts import EpisodeSettings
-from groupax.settings.sampling import SamplingParams
 from groupax.tools.tool import Step, tool, tools_from
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer

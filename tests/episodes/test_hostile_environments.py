@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
-from groupax.settings.sampling import SamplingParams
+from groupax.core.settings.sampling import SamplingParams
 from groupax.tools.tool import Step, tool
 
 from .test_episodes import TOKENIZER, call, played

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from groupax import InfrastructureError, mcp
-from groupax.errors import RunError
-from groupax.settings.sampling import SamplingParams
+from groupax.core.errors import RunError
+from groupax.core.settings.sampling import SamplingParams
 
 from .test_episodes import call, played
 

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from groupax import InfrastructureError, openenv
-from groupax.errors import RunError
-from groupax.settings.sampling import SamplingParams
+from groupax.core.errors import RunError
+from groupax.core.settings.sampling import SamplingParams
 
 from .openenv_small import SmallServer
 from .test_episodes import PROMPT, call, check_five_steps, played

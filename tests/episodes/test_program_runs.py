@@ -17,9 +17,9 @@ from groupax import (
     recorded_rollouts,
     trace_reward,
 )
+from groupax.core.errors import RunError
 from groupax.episodes.branches import SampledTurn, rollout_of
 from groupax.episodes.traces import trace_of, trajectory_of, turns_of
-from groupax.errors import RunError
 from groupax.events import StepEnded
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import VOCAB_SIZE

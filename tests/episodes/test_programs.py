@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 
 from groupax import program
+from groupax.core.errors import RunError
+from groupax.core.settings.rollouts import EpisodeSettings
+from groupax.core.settings.sampling import SamplingParams
 from groupax.episodes.play import Prompts, play_episodes
 from groupax.episodes.program import Listening
 from groupax.episodes.program_server import give_back_server, take_server
 from groupax.episodes.record import Record
 from groupax.episodes.rules import make_rules
-from groupax.errors import RunError
-from groupax.settings.rollouts import EpisodeSettings
-from groupax.settings.sampling import SamplingParams
 from groupax.tools.tool import Tool
 
 from .test_episodes import END, PROMPT, TOKENIZER, Script, call

@@ -13,8 +13,10 @@ import pyarrow.parquet
 import pytest
 
 from groupax import init_model
+from groupax.core.settings.objective import MaskSettings, ObjectiveSettings
+from groupax.core.types import FAILURES, TRUNCATIONS, CallRecord, EpisodeEnd, Rollout, Row, Turn
+from groupax.evaluation.completions import completion_metrics
 from groupax.events import TokenScores
-from groupax.metrics.completions import completion_metrics
 from groupax.models.decoder import logits
 from groupax.models.execution import DIRECT
 from groupax.parallel.mesh import num_data_shards
@@ -24,12 +26,10 @@ from groupax.rollouts.collector import masked_ends, row_of
 from groupax.rollouts.state import Experience
 from groupax.runs.checkpoints.record import read_rollout, write_rollout
 from groupax.runs.folder import RunFolder
-from groupax.settings.objective import MaskSettings, ObjectiveSettings
+from groupax.satellites.view.rollouts import read_step
+from groupax.satellites.view.token_values import token_values
 from groupax.training.batch import denominators, pack
 from groupax.training.step import StepSettings, all_reduce, micro_step, shard_batch, zero_grads
-from groupax.types import FAILURES, TRUNCATIONS, CallRecord, EpisodeEnd, Rollout, Row, Turn
-from groupax.view.rollouts import read_step
-from groupax.view.token_values import token_values
 from tests.conftest import TINY, rest_heavy
 
 HOSTILE = "<tool_call>\x00\x1b[31m </tool_call> \ud800 ü"

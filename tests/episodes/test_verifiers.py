@@ -7,8 +7,8 @@ import types
 import pytest
 
 from groupax import verifiers as load
-from groupax.errors import RunError
-from groupax.settings.sampling import SamplingParams
+from groupax.core.errors import RunError
+from groupax.core.settings.sampling import SamplingParams
 
 from .test_episodes import check_five_steps, played
 

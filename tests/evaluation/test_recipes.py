@@ -14,7 +14,7 @@ from groupax import init_model, save_model
 from groupax.cli.main import main
 from groupax.cli.train import train_defaults
 from groupax.compat.easydel.scripts.finetune import gsm8k_grpo, numinamath_grpo
-from groupax.config import GRPOConfig
+from groupax.core.config import GRPOConfig
 from groupax.data.examples import load_examples
 from groupax.data.files import read_rows
 from groupax.episodes.environment import environment_rewards

@@ -70,7 +70,7 @@ def _code(text):
 IMPORTS = {
     "import easydel as ed": "import groupax.compat.easydel as ed",
     "from easydel.trainers import": "from groupax.compat.easydel import",
-    "from eformer.executor.ray import": "from groupax.launch.ray_functions import",
+    "from eformer.executor.ray import": "from groupax.satellites.launch.ray_functions import",
     "from trl import": "from groupax.compat.trl import",
     "from peft import": "from groupax.compat.hf import",
     "from transformers import BitsAndBytesConfig": "from groupax.compat.hf import BitsAndBytesConfig",

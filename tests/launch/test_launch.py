@@ -14,18 +14,25 @@ import pytest
 
 from groupax.cli.launch import launch
 from groupax.cli.main import COMMANDS, main
-from groupax.errors import PREEMPTED
-from groupax.launch.local import MISTAKE, Stop, copy_lines, local_attempt
-from groupax.launch.program import LAUNCHED, Outcome, Retries, process_environment, program_of, run_with_retries
-from groupax.launch.ray_functions import (
+from groupax.core.errors import PREEMPTED
+from groupax.core.settings import environment as env
+from groupax.satellites.launch.local import MISTAKE, Stop, copy_lines, local_attempt
+from groupax.satellites.launch.program import (
+    LAUNCHED,
+    Outcome,
+    Retries,
+    process_environment,
+    program_of,
+    run_with_retries,
+)
+from groupax.satellites.launch.ray_functions import (
     CpuAcceleratorConfig,
     GpuAcceleratorConfig,
     Ray,
     TpuAcceleratorConfig,
     config_of,
 )
-from groupax.launch.slurm import Slurm, script_of, silent_servers, submit, write_script
-from groupax.settings import environment as env
+from groupax.satellites.launch.slurm import Slurm, script_of, silent_servers, submit, write_script
 
 from .slurm_stand_ins import run_job
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from groupax import init_model, save_model
-from groupax.launch.program import Retries
-from groupax.launch.ray_functions import CpuAcceleratorConfig, TpuAcceleratorConfig, execute
+from groupax.satellites.launch.program import Retries
+from groupax.satellites.launch.ray_functions import CpuAcceleratorConfig, TpuAcceleratorConfig, execute
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
 
@@ -71,7 +71,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 @pytest.mark.long
 def test_mistakes_and_spent_budgets_end_with_the_traceback(cluster):
-    from groupax.errors import RunError
+    from groupax.core.errors import RunError
 
     @execute(CpuAcceleratorConfig(2, wait_s=120.0), retries=replace(QUICK, grace_s=5.0))
     def mistaken():

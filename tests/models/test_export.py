@@ -16,7 +16,7 @@ import pytest
 
 from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
 from groupax.cli.main import main
-from groupax.storage.replacing import MANIFEST
+from groupax.core.storage.replacing import MANIFEST
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_memory import LLAMA_8B

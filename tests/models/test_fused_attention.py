@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig, init_model
+from groupax.core.types import Row
 from groupax.models import attention
 from groupax.models.attention import Prompts
 from groupax.models.config import AttentionConfig
@@ -24,7 +25,6 @@ from groupax.models.weights.checkpoint import reshard
 from groupax.parallel.mesh import make_mesh
 from groupax.runs.build import learner_settings
 from groupax.training.learner import Learner
-from groupax.types import Row
 from tests.conftest import TINY, assert_trees_match, one_device_mesh
 
 KERNELS = {

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from groupax.planning.kernels import (
+from groupax.satellites.planning.kernels import (
     Buffer,
     GpuProgram,
     bytes_by_kind,
@@ -19,7 +19,7 @@ from groupax.planning.kernels import (
 
 from groupax.parallel.accelerators import GPU_FLAGS, GPU_MEMORY_FRAC, GPUS, GpuHosts, gpu_hosts
 from groupax.parallel.runtime import _use_most_of_a_gpu
-from groupax.planning.devices import prepare
+from groupax.satellites.planning.devices import prepare
 
 CUDA = Path(__file__).parents[2] / "build" / "cuda"
 needs_cuda = pytest.mark.skipif(
@@ -29,12 +29,15 @@ needs_cuda = pytest.mark.skipif(
 
 
 def numbers(kind):
-    text = files("groupax.planning").joinpath("gpu_targets", f"{kind}.txtpb").read_text()
+    text = files("groupax.satellites.planning").joinpath("gpu_targets", f"{kind}.txtpb").read_text()
     return {name: float(value) for name, value in re.findall(r"^  (\w+): ([\d.]+)$", text, re.MULTILINE)}
 
 
 def test_every_gpu_has_a_target_with_the_same_figures():
-    texts = {path.name.removesuffix(".txtpb") for path in files("groupax.planning").joinpath("gpu_targets").iterdir()}
+    texts = {
+        path.name.removesuffix(".txtpb")
+        for path in files("groupax.satellites.planning").joinpath("gpu_targets").iterdir()
+    }
     assert texts == set(GPUS)
     for kind, chip in GPUS.items():
         target = numbers(kind)
@@ -49,7 +52,7 @@ def test_names_of_gpus():
 
 
 def test_a_missing_plugin_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("groupax.planning.devices.has_cuda_plugin", lambda: False)
+    monkeypatch.setattr("groupax.satellites.planning.devices.has_cuda_plugin", lambda: False)
     monkeypatch.setattr("os.environ", {})
     with pytest.raises(
         ValueError, match=rf"none in {tmp_path}; get it with pip install 'groupax\[cuda\]', or .* --target"
@@ -71,7 +74,7 @@ BEGIN = """
 import sys
 from functools import partial
 from pathlib import Path
-from groupax.planning.devices import find_target, prepare
+from groupax.satellites.planning.devices import find_target, prepare
 prepare(sys.argv[1], cuda=Path(sys.argv[2]))
 import jax
 import jax.numpy as jnp

@@ -22,13 +22,13 @@ import groupax
 from groupax import GRPOConfig, LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
 from groupax.cli.main import main
 from groupax.compat.hf import CausalLM
+from groupax.core.storage.model_json import CONFIG, GENERATION
+from groupax.core.storage.replacing import MANIFEST, ForeignFilesError, check_destination, replacing_folder
 from groupax.data.tokenizer import load_tokenizer
 from groupax.models.flops import find_config
 from groupax.models.weights.saving import source_folders
 from groupax.rewards.model import RewardModel
 from groupax.runs.model_card import derived_card, license_of, run_card
-from groupax.storage.model_json import CONFIG, GENERATION
-from groupax.storage.replacing import MANIFEST, ForeignFilesError, check_destination, replacing_folder
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_trainer import a_trainer
@@ -542,7 +542,7 @@ def test_a_run_refuses_a_foreign_model_folder_before_training(tmp_path):
 WRITES_FOR_EVER = """
 import sys
 from pathlib import Path
-from groupax.storage.replacing import replacing_folder
+from groupax.core.storage.replacing import replacing_folder
 for number in range(10**6):
     with replacing_folder(Path(sys.argv[1])) as partial:
         for name in ("config.json", "model.safetensors"):
@@ -572,7 +572,7 @@ def test_a_kill_leaves_the_old_model_or_the_new_one(tmp_path):
 
 
 def test_folders_are_exchanged_without_help_of_the_system(tmp_path, monkeypatch):
-    monkeypatch.setattr("groupax.storage.replacing.ctypes.CDLL", lambda _: object())
+    monkeypatch.setattr("groupax.core.storage.replacing.ctypes.CDLL", lambda _: object())
     for number in range(3):
         with replacing_folder(tmp_path / "model") as partial:
             (partial / "config.json").write_text(str(number))

@@ -10,12 +10,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from groupax import init_model, load_model, save_model
+from groupax.core.storage.folders import resolve_folder
 from groupax.models.attention import Prompts, attend, attend_with_prompt
 from groupax.models.config import AttentionConfig
 from groupax.models.families import read_config
 from groupax.models.logprobs import token_logprobs
 from groupax.parallel.mesh import make_mesh
-from groupax.storage.folders import resolve_folder
 from tests.conftest import TINY, assert_trees_match, one_device_mesh
 
 

@@ -17,12 +17,12 @@ ONE_LAYER |= {"num_hidden_layers": 1, "num_attention_heads": 14, "max_position_e
 DECODE = """
 import json, math, sys
 from pathlib import Path
-from groupax.planning.devices import find_target, prepare
+from groupax.satellites.planning.devices import find_target, prepare
 prepare(sys.argv[3], Path(sys.argv[2]))
 from groupax import GRPOConfig
 from groupax.models.families import read_config
 from groupax.parallel.mesh import make_mesh
-from groupax.planning.run import trace_run
+from groupax.satellites.planning.run import trace_run
 sys.path.insert(0, "benchmarks")
 from hlo import parse_hlo
 config = read_config(json.loads(Path(sys.argv[1]).read_text()) | json.loads(sys.argv[4]))

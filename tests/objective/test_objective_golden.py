@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from groupax.core.settings.objective import ObjectiveSettings
 from groupax.objective.aggregation import Denominators
 from groupax.objective.entropy import top_entropy_threshold
 from groupax.objective.objective import LossInputs, policy_objective, zero_metrics
-from groupax.settings.objective import ObjectiveSettings
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = json.loads((GOLDEN / "cases.json").read_text())

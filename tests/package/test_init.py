@@ -8,9 +8,9 @@ import yaml
 from groupax.cli.init import Init, run_yaml
 from groupax.cli.main import main
 from groupax.cli.train import train_defaults
-from groupax.config import GRPOConfig, SFTConfig
+from groupax.core.config import GRPOConfig, SFTConfig
+from groupax.core.settings.command_line import descriptions
 from groupax.recipes import load_recipe
-from groupax.settings.command_line import descriptions
 
 
 def help_of(capsys, *argv):

@@ -28,12 +28,12 @@ from groupax.cli.replay import Replay
 from groupax.cli.serve import Serve
 from groupax.cli.train import SFT, Train, train_defaults
 from groupax.cli.view import View
-from groupax.errors import EXTRAS
-from groupax.launch.ray_functions import Ray
-from groupax.launch.slurm import Slurm
+from groupax.core.errors import EXTRAS
+from groupax.core.settings.command_line import Positional, all_options, parsed
 from groupax.recipes import load_recipe
 from groupax.recipes.arithmetic.problems import generate, solve
-from groupax.settings.command_line import Positional, all_options, parsed
+from groupax.satellites.launch.ray_functions import Ray
+from groupax.satellites.launch.slurm import Slurm
 
 PACKAGE = Path(__file__).parents[2] / "groupax"
 
@@ -60,22 +60,22 @@ ROOMS = [
 ]
 WITHOUT_JAX = [
     "groupax",
-    "groupax.config",
+    "groupax.core.config",
     "groupax.data.bridge",
     "groupax.data.chat",
     "groupax.tools.formats",
     "groupax.tools.runner",
-    "groupax.environments.mcp_tools",
-    "groupax.environments.openenv",
-    "groupax.environments.program",
-    "groupax.environments.python_tool",
-    "groupax.environments.verifiers_v0",
+    "groupax.satellites.environments.mcp_tools",
+    "groupax.satellites.environments.openenv",
+    "groupax.satellites.environments.program",
+    "groupax.satellites.environments.python_tool",
+    "groupax.satellites.environments.verifiers_v0",
     "groupax.data.files",
-    "groupax.settings.fields",
+    "groupax.core.settings.fields",
     "groupax.rewards.runner",
     "groupax.rewards.workers",
     "groupax.rewards.scoring",
-    "groupax.constraints",
+    "groupax.engine.constraints",
     "groupax.engine.scheduler",
     "groupax.serve.requests",
     "groupax.serve.exchange",
@@ -84,7 +84,7 @@ WITHOUT_JAX = [
     "groupax.parallel.preemption",
     "groupax.runs.progress.named",
     "groupax.events",
-    "groupax.storage.buckets",
+    "groupax.core.storage.buckets",
     "groupax.runs.files",
     "groupax.rollouts.state",
     "groupax.runs.folder",
@@ -92,11 +92,11 @@ WITHOUT_JAX = [
     "groupax.runs.rollout_log",
     "groupax.runs.report.page",
     "groupax.evaluation.items",
-    "groupax.launch.local",
-    "groupax.launch.slurm",
+    "groupax.satellites.launch.local",
+    "groupax.satellites.launch.slurm",
     "groupax.parallel.accelerators",
-    "groupax.launch.ray_functions",
-    "groupax.view.server",
+    "groupax.satellites.launch.ray_functions",
+    "groupax.satellites.view.server",
     "groupax.recipes.gsm8k",
     "groupax.runs.checkpoints.store",
     "groupax.cli.main",

@@ -13,7 +13,7 @@ import yaml
 import groupax
 from dev.site_pages import DIAGNOSTICS_MARK, diagnostics_list, generated_pages, on_page_markdown
 from groupax.cli.main import COMMANDS
-from groupax.config import GRPOConfig, SFTConfig
+from groupax.core.config import GRPOConfig, SFTConfig
 from groupax.runs.diagnostics import SEVERITIES
 
 ROOT = Path(__file__).parents[2]

@@ -14,17 +14,17 @@ from safetensors.numpy import load_file
 
 from groupax import GRPOConfig, init_model, save_model
 from groupax.cli.main import main
+from groupax.core.types import Row
 from groupax.models.decoder import PassOptions, forward
 from groupax.models.execution import DIRECT, execution_for
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
 from groupax.models.weights.checkpoint import add_adapter, reshard
 from groupax.parallel.mesh import decoding_mesh, make_mesh, slices_along
-from groupax.planning.counting import count_program
-from groupax.planning.run import trace_run
 from groupax.runs.build import learner_settings
+from groupax.satellites.planning.counting import count_program
+from groupax.satellites.planning.run import trace_run
 from groupax.training.learner import Learner
-from groupax.types import Row
 from tests.conftest import LATENTS, TINY, assert_trees_match, one_device_mesh
 from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_agreement import DELTA, LFM2

@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from groupax import init_model, save_model
-from groupax.errors import RunError
-from groupax.launch.program import free_port
+from groupax.core.errors import RunError
 from groupax.parallel.processes import (
     _distributed_arguments,
     _refuse_torchrun,
@@ -24,6 +23,7 @@ from groupax.parallel.processes import (
     connect_to_primary,
     listen_for_peers,
 )
+from groupax.satellites.launch.program import free_port
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
 from tests.episodes.calls_run import outcomes

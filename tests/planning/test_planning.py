@@ -23,6 +23,8 @@ import groupax.engine.core
 import groupax.training.learner
 from groupax import GRPOConfig, SamplingParams, add_adapter, init_model
 from groupax.cli.main import main
+from groupax.core.terminal.activities import Activities
+from groupax.core.types import Row
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
 from groupax.models.kernels.grouped_matmul import grouped_matmul
@@ -31,18 +33,16 @@ from groupax.models.specs import model_specs
 from groupax.models.weights.nf4 import quantization_config
 from groupax.parallel.accelerators import Chip
 from groupax.parallel.mesh import make_mesh
-from groupax.planning import fitting
-from groupax.planning.abstract import DoesNotFitError, Program, device_bytes, host_bytes
-from groupax.planning.counting import Counts, bytes_between_hosts, count_program
-from groupax.planning.devices import Target, find_target, prepare
-from groupax.planning.fitting import Plan, Request, find_fitting_plan, make_plan
-from groupax.planning.measured import OTHER, Compiler, Extrapolation, Measured, few_layers, whole_program
-from groupax.planning.run import trace_run
-from groupax.planning.tables import verdict
 from groupax.runs.build import engine_for, learner_settings, lora_for
-from groupax.terminal.activities import Activities
+from groupax.satellites.planning import fitting
+from groupax.satellites.planning.abstract import DoesNotFitError, Program, device_bytes, host_bytes
+from groupax.satellites.planning.counting import Counts, bytes_between_hosts, count_program
+from groupax.satellites.planning.devices import Target, find_target, prepare
+from groupax.satellites.planning.fitting import Plan, Request, find_fitting_plan, make_plan
+from groupax.satellites.planning.measured import OTHER, Compiler, Extrapolation, Measured, few_layers, whole_program
+from groupax.satellites.planning.run import trace_run
+from groupax.satellites.planning.tables import verdict
 from groupax.training.learner import Learner
-from groupax.types import Row
 from tests.conftest import TINY, one_device_mesh
 
 SMALL = {**TINY, "num_hidden_layers": 1}

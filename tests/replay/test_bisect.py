@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from groupax.replay.causes import parsed_condition, to_blame
+from groupax.satellites.replay.causes import parsed_condition, to_blame
 
 from groupax import bisect_run, init_model
-from groupax.replay.bisect import bisected
-from groupax.replay.influence import influence_of
-from groupax.replay.recorded import recorded_run
-from groupax.replay.session import settings_of
-from groupax.replay.trainer import ReplayTrainer
+from groupax.satellites.replay.bisect import bisected
+from groupax.satellites.replay.influence import influence_of
+from groupax.satellites.replay.recorded import recorded_run
+from groupax.satellites.replay.session import settings_of
+from groupax.satellites.replay.trainer import ReplayTrainer
 from groupax.training.optimizer import make_optimizer
 from tests.data.test_config_and_data import a_tokenizer
 from tests.runs.stopped_run import letters

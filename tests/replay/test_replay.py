@@ -4,15 +4,15 @@ import json
 import shutil
 
 import pytest
-from groupax.replay.causes import parsed_condition
+from groupax.satellites.replay.causes import parsed_condition
 
 from groupax import init_model, replay_step
 from groupax.cli.main import main
 from groupax.episodes.record import NOT_RECORDED, Question, Record, remove_records
-from groupax.replay.bisect import first_line
-from groupax.replay.outcome import comparison
-from groupax.replay.recorded import recorded_run
 from groupax.runs.step_record import STAGES, parsed_records
+from groupax.satellites.replay.bisect import first_line
+from groupax.satellites.replay.outcome import comparison
+from groupax.satellites.replay.recorded import recorded_run
 from groupax.tools.results import ToolResult
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer

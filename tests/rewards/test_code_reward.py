@@ -6,12 +6,12 @@ import time
 
 import pytest
 
+from groupax.core.settings.rollouts import RewardSettings
 from groupax.rewards.code import code_tests, program
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.sandbox import Limits, passes
 from groupax.rewards.seccomp import filter_program
-from groupax.settings.rollouts import RewardSettings
 from tests.training.test_trainer import a_trainer, lines_of
 
 from .test_reward_functions import read_lines

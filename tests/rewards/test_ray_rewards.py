@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig
+from groupax.core.settings.rollouts import RewardSettings
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
-from groupax.settings.rollouts import RewardSettings
 
 from .test_rewards import rollouts_of
 

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from groupax import init_model, load_model, save_model
+from groupax.core.settings.rollouts import RewardSettings
 from groupax.rewards.model import RewardModel
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
-from groupax.settings.rollouts import RewardSettings
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_trainer import a_trainer, count_a, lines_of

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 import pytest
 
-from groupax.errors import RewardError
+from groupax.core.errors import RewardError
+from groupax.core.settings.rollouts import RewardSettings
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
-from groupax.settings.rollouts import RewardSettings
 from tests.training.test_trainer import a_trainer, count_a, lines_of
 
 from .test_rewards import rollouts_of, scores_of
@@ -250,7 +250,7 @@ def test_a_hanging_function_does_not_keep_the_interpreter(tmp_path):
         f"sys.path.insert(0, {str(os.getcwd())!r})\n"
         "from groupax.rewards.resolve import resolve_rewards\n"
         "from groupax.rewards.runner import RewardRunner\n"
-        "from groupax.settings.rollouts import RewardSettings\n"
+        "from groupax.core.settings.rollouts import RewardSettings\n"
         "runner = RewardRunner(resolve_rewards(lambda completions: time.sleep(600), []), RewardSettings())\n"
         "class Row: prompt, completion, text, example = 'p', 'c', 'c', {}\n"
         "import numpy\n"

@@ -9,10 +9,10 @@ import sys
 import numpy as np
 import pytest
 
+from groupax.core.settings.rollouts import RewardSettings
+from groupax.core.types import Rollout
 from groupax.rewards.resolve import find_reward, resolve_rewards, with_columns
 from groupax.rewards.runner import RewardRunner
-from groupax.settings.rollouts import RewardSettings
-from groupax.types import Rollout
 
 
 def rollouts_of(texts, conversational=False, **columns):

@@ -14,14 +14,14 @@ import pytest
 
 from groupax import init_model, load_model, save_model
 from groupax.cli.main import main
-from groupax.errors import DivergedError, PreemptedError, RewardError, RunError
+from groupax.core.errors import DivergedError, PreemptedError, RewardError, RunError
+from groupax.core.storage.buckets import RemoteFolder
 from groupax.evaluation.evaluate import Evaluation
 from groupax.evaluation.items import ONLY_SET
 from groupax.parallel.collectives import weights_digest
 from groupax.parallel.mesh import AXES
 from groupax.runs.checkpoints.choose import readable_checkpoints
 from groupax.runs.checkpoints.store import LocalStore, RemoteStore, damage, seal
-from groupax.storage.buckets import RemoteFolder
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_trainer import PROMPTS, a_trainer, count_a, lines_of

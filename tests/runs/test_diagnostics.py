@@ -6,7 +6,7 @@ import re
 import pytest
 
 from groupax import GRPOConfig
-from groupax.errors import RewardError
+from groupax.core.errors import RewardError
 from groupax.runs.diagnostics import (
     EARLY_STEPS,
     PATIENCE_STEPS,

@@ -9,8 +9,8 @@ import pytest
 from groupax.runs.process import commit_of
 
 from groupax.cli.main import main
-from groupax.view.overview import overview
-from groupax.view.runs import Run
+from groupax.satellites.view.overview import overview
+from groupax.satellites.view.runs import Run
 from tests.training.test_trainer import a_trainer, count_a
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from groupax import init_model, save_model
+from groupax.core.settings.sampling import SamplingParams
+from groupax.evaluation.estimates import Estimate
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.evaluation.items import Item
-from groupax.metrics.estimates import Estimate
-from groupax.settings.sampling import SamplingParams
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 

@@ -5,11 +5,11 @@ import io
 import pytest
 from rich.console import Console
 
+from groupax.core.terminal.activities import Activities
+from groupax.core.terminal.printable import one_line, printable
 from groupax.events import Message, PhaseAdvanced, PhaseStarted, RunDescribed, StepEnded, counted
 from groupax.runs.progress.display import TimeLeft
 from groupax.runs.progress.named import PROGRESS_BARS, JsonLines, Silent, progress_named
-from groupax.terminal.activities import Activities
-from groupax.terminal.printable import one_line, printable
 
 METRICS = {"reward": 0.5, "step_time": 2.0}
 

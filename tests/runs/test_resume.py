@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from groupax import init_model, save_model
-from groupax.errors import PREEMPTED, PreemptedError
-from groupax.metrics.completions import is_measured
+from groupax.core.errors import PREEMPTED, PreemptedError
+from groupax.evaluation.completions import is_measured
 from groupax.parallel.mesh import AXES
 from groupax.runs.checkpoints import writer
 from groupax.runs.checkpoints.arrays import read_on_host

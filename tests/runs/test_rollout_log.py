@@ -6,12 +6,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from groupax.core.settings.run import RolloutLogSettings
+from groupax.core.types import Rollout
 from groupax.events import Diagnosed, StepEnded
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import FolderSink
 from groupax.runs.rollout_log import RolloutLog, simple_column, to_remove
-from groupax.settings.run import RolloutLogSettings
-from groupax.types import Rollout
 from tests.package.test_docs import DOCS, python_blocks
 from tests.training.test_trainer import a_trainer, count_a
 

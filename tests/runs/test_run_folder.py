@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from groupax.cli.main import exit_status, main
-from groupax.errors import PREEMPTED, PreemptedError, RewardError, RunError
+from groupax.core.errors import PREEMPTED, PreemptedError, RewardError, RunError
 from groupax.parallel.preemption import stoppable
 from groupax.runs.files import LOCK, LockedError, RunLock
 from groupax.runs.folder import RunFolder

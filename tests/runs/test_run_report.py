@@ -12,6 +12,7 @@ import pytest
 from groupax import GRPOConfig
 from groupax.cli.main import main
 from groupax.cli.train import Train
+from groupax.core.settings.command_line import parsed
 from groupax.evaluation.items import Completion, Item, write_items
 from groupax.events import EventStream
 from groupax.recipes import load_recipe
@@ -20,7 +21,6 @@ from groupax.runs.log import RunLog
 from groupax.runs.report.contents import contents_of
 from groupax.runs.report.page import curve, write_run_report
 from groupax.runs.report.record import read_run
-from groupax.settings.command_line import parsed
 from tests.training.test_trainer import a_trainer, count_a
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)> \x1b[31m\x00 | `x` </pre>"

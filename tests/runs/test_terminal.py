@@ -25,7 +25,7 @@ import logging, sys, warnings
 import numpy as np
 from groupax.events import Message, PhaseAdvanced, PhaseStarted, RolloutScored, RunDescribed, StepEnded
 from groupax.runs.progress.named import Rich
-from groupax.types import Rollout
+from groupax.core.types import Rollout
 
 def rollout(index, text):
     none = np.zeros(0)

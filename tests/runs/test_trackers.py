@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig
+from groupax.core.types import Rollout
 from groupax.events import StepEnded
 from groupax.runs.trackers.sink import MAX_WAITING, BackgroundTracker
 from groupax.runs.trackers.tracker import BUILT_IN, PACKAGES, TrackedRun, open_tracker, samples_of
-from groupax.types import Rollout
 from tests.training.test_trainer import PROMPTS, a_trainer
 
 HOSTILE = "<script>alert(1)</script> \x1b[31m \ud800 | `x`"

@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from groupax import SamplingParams, load_model
+from groupax.core.errors import RewardError, RunError
 from groupax.episodes.play import Prompts, play_episodes
-from groupax.errors import RewardError, RunError
 from groupax.parallel.preemption import RolloutCancelled
 from groupax.serve import client
 from groupax.serve.client import RemoteSampler

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig, init_model, save_model
-from groupax.errors import RunError
+from groupax.core.errors import RunError
 from groupax.runs.build import sampler_for
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer

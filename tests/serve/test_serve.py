@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from groupax import SamplingParams
-from groupax.constraints import ConstraintCompiler
 from groupax.data.tokenizer import context_tokens, decode, decode_after
+from groupax.engine.constraints import ConstraintCompiler
 from groupax.engine.sequence import text_before_stop
 from groupax.serve.exchange import TextStream, TokenTexts
 from groupax.serve.prompts import ServedModel, chat_prompt, encoded_chat, prepare

@@ -10,13 +10,13 @@ import openai
 import pytest
 from PIL import Image
 
+from groupax.core.settings.sampling import SamplingParams
 from groupax.engine.engine import Engine
 from groupax.recipes import load_recipe
 from groupax.recipes.shapes.scenes import draw, scenes
 from groupax.serve.app import create_app
 from groupax.serve.chats import decoded_images
 from groupax.serve.web import ApiError
-from groupax.settings.sampling import SamplingParams
 
 from .test_server import listening, running
 

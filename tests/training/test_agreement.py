@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from groupax import Engine, SamplingParams, init_model, load_model
+from groupax.core.settings.objective import ObjectiveSettings
+from groupax.core.types import Row
 from groupax.models.decoder import logits
 from groupax.models.execution import DIRECT
 from groupax.parallel.mesh import num_data_shards
-from groupax.settings.objective import ObjectiveSettings
 from groupax.training.batch import pack
 from groupax.training.packing import plan_micro_batches
 from groupax.training.step import score, shard_batch
-from groupax.types import Row
 from tests.conftest import LATENTS, TINY, rest_heavy
 
 # The agreement is promised of the programs that users have.

@@ -13,7 +13,9 @@ import pytest
 
 from groupax import init_model, replay_step
 from groupax.cli.main import main
-from groupax.config import GRPOConfig
+from groupax.core.config import GRPOConfig
+from groupax.core.settings.sampling import SamplingParams
+from groupax.core.types import Row
 from groupax.data.files import read_rows
 from groupax.data.images import as_urls, has_only_urls, images_of, named, read_image, with_images, without_images
 from groupax.data.prompts import encode_examples
@@ -25,9 +27,7 @@ from groupax.models.lora import LoRAConfig
 from groupax.models.vision.placement import num_features, place_images
 from groupax.models.weights.checkpoint import add_adapter
 from groupax.runs.build import learner_settings
-from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import Learner
-from groupax.types import Row
 from tests.conftest import assert_trees_match, one_device_mesh, steps_started
 from tests.models.vision_models import (
     IMAGE,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from groupax import LoRAConfig, add_adapter, init_model
+from groupax.core.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.parallel.collectives import DEVICE, HOST
 from groupax.parallel.mesh import make_mesh
-from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.training.optimizer import OPTIMIZERS, make_optimizer, make_schedule
 from groupax.training.state import apply_update, init_state
 from tests.conftest import TINY, steps_started

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from groupax.config import GRPOConfig
-from groupax.settings.optimizer import (
+from groupax.core.config import GRPOConfig
+from groupax.core.settings.optimizer import (
     LearningRateSettings,
     LRScheduler,
     OptimizerName,

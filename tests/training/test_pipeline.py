@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from groupax.errors import PreemptedError, RewardError
+from groupax.core.errors import PreemptedError, RewardError
 from groupax.runs.checkpoints.arrays import read_on_host
 from tests.conftest import rest_heavy
 from tests.runs.stopped_run import final_state, letters

@@ -8,13 +8,13 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from groupax.core.errors import InfrastructureError
+from groupax.core.settings.rollouts import EpisodeSettings
+from groupax.core.settings.sampling import SamplingParams
 from groupax.episodes.play import play_episodes
 from groupax.episodes.record import Question, Record, remove_records
 from groupax.episodes.rules import make_rules
-from groupax.errors import InfrastructureError
 from groupax.runs.folder import RunFolder
-from groupax.settings.rollouts import EpisodeSettings
-from groupax.settings.sampling import SamplingParams
 from groupax.tools.results import ToolResult
 from groupax.tools.tool import Step, tool
 from tests.episodes.test_episodes import PROMPT, TOKENIZER, Script, call

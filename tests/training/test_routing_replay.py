@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from groupax import Engine, SamplingParams, init_model, replay_step
+from groupax.core.types import Row
 from groupax.models.config import Experts
 from groupax.models.experts import route
 from groupax.models.logprobs import grouped_logprobs
-from groupax.replay.recorded import recorded_run
 from groupax.rollouts.state import Experience
 from groupax.runs.checkpoints.record import read_rollout, write_rollout
+from groupax.satellites.replay.recorded import recorded_run
 from groupax.training.batch import pack, unpack
-from groupax.types import Row
 from tests.conftest import TINY, assert_trees_match, one_device_mesh
 from tests.data.test_config_and_data import a_tokenizer
 from tests.episodes.test_turns import one_turn

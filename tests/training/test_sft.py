@@ -12,12 +12,12 @@ import pytest
 
 from groupax import LoRAConfig, SFTConfig, SFTTrainer, init_model, load_model
 from groupax.cli.main import main
+from groupax.core.errors import DivergedError
+from groupax.core.settings.objective import ObjectiveSettings
+from groupax.core.settings.sft import ExampleSettings, SFTLossType
 from groupax.data.supervised import encode_training_set, render_with_spans, rows_of
-from groupax.errors import DivergedError
 from groupax.events import Evaluated, StepEnded
 from groupax.objective.losses import SUPERVISED_LOSSES, TokenTerms
-from groupax.settings.objective import ObjectiveSettings
-from groupax.settings.sft import ExampleSettings, SFTLossType
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import chat_tokenizer
 from tests.data.test_config_and_data import a_tokenizer

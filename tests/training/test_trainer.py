@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model, load_model
+from groupax.core.errors import RewardError
+from groupax.core.types import Row
 from groupax.engine.core import EngineCore
-from groupax.errors import RewardError
-from groupax.metrics.completions import is_measured, window_mean
-from groupax.types import Row
+from groupax.evaluation.completions import is_measured, window_mean
 from tests.conftest import TINY, assert_trees_match
 from tests.data.test_config_and_data import a_tokenizer
 

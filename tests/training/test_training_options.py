@@ -11,7 +11,8 @@ import pytest
 
 from groupax import GRPOConfig, init_model
 from groupax.compat.trl.batches import TRLBatchTrainer, trl_schedule
-from groupax.errors import DivergedError, RunError
+from groupax.core.errors import DivergedError, RunError
+from groupax.evaluation.completions import solved_metrics
 from groupax.events import (
     CheckpointSaved,
     Diagnosed,
@@ -25,7 +26,6 @@ from groupax.events import (
     StepEnded,
     StepStarted,
 )
-from groupax.metrics.completions import solved_metrics
 from groupax.models.flops import forward_flops
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params

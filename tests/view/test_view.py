@@ -21,21 +21,21 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from groupax.cli.main import main
+from groupax.core.types import Rollout
 from groupax.evaluation.items import Completion, Item
 from groupax.events import TokenScores
 from groupax.runs.files import check_unlocked
 from groupax.runs.folder import RunFolder
 from groupax.runs.report.record import read_run
 from groupax.runs.rollout_log import rollout_table, write_table
-from groupax.types import Rollout
-from groupax.view.curves import mean_and_spread, row_means, smoothed, spread_out, thinned
-from groupax.view.evaluations import item_page
-from groupax.view.groups import group_summaries
-from groupax.view.rollouts import Step, read_step
-from groupax.view.runs import Run, Runs, Tail
-from groupax.view.server import make_server
-from groupax.view.token_values import TokenTexts
-from groupax.view.why import exact_shares
+from groupax.satellites.view.curves import mean_and_spread, row_means, smoothed, spread_out, thinned
+from groupax.satellites.view.evaluations import item_page
+from groupax.satellites.view.groups import group_summaries
+from groupax.satellites.view.rollouts import Step, read_step
+from groupax.satellites.view.runs import Run, Runs, Tail
+from groupax.satellites.view.server import make_server
+from groupax.satellites.view.token_values import TokenTexts
+from groupax.satellites.view.why import exact_shares
 
 STATIC = Path(__file__).parents[2] / "groupax" / "view" / "static"
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202etxt.exe<img src=x onerror=alert(2)>\x00"
@@ -304,7 +304,7 @@ def test_metrics_are_read_while_they_are_written(tmp_path):
 
 
 def test_endless_lines_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("groupax.view.runs.MAX_LINE_BYTES", 64)
+    monkeypatch.setattr("groupax.satellites.view.runs.MAX_LINE_BYTES", 64)
     (tmp_path / "f").write_text('{"a": 1}\n{"a": "' + "x" * 500 + '"}\n{"a": 2}\n{"a": "' + "y" * 500)
     tail = Tail(tmp_path / "f")
     assert list(tail.new_objects()) == [{"a": 1}, {"a": 2}]
@@ -435,7 +435,7 @@ def found_in(port, **conditions):
 
 @pytest.mark.parametrize(("name", "value"), [("MAX_HITS", 5), ("BUDGET_S", -1.0)])
 def test_a_search_combines_expressions_and_ranges_and_may_pause(port, monkeypatch, name, value):
-    monkeypatch.setattr(f"groupax.view.search.{name}", value)
+    monkeypatch.setattr(f"groupax.satellites.view.search.{name}", value)
     found = found_in(port, q=r"answer [02] of step [12]$", regex="1", max_length=4)
     assert found == [(2, 0, 0), (2, 1, 0), (1, 0, 0), (1, 1, 0)]
     assert found_in(port, q="step 4", end="truncated", max_reward=1.3, min_advantage=1) == [(4, 0, 3), (4, 1, 3)]

@@ -9,12 +9,12 @@ import pyarrow.parquet
 import pytest
 
 from groupax import Step, tool
+from groupax.core.settings.sampling import SamplingParams
 from groupax.episodes.as_json import DTYPES, branches_as_json, branches_from_json
 from groupax.episodes.branches import SampledTurn, rollout_of
+from groupax.evaluation.completions import episode_metrics
 from groupax.evaluation.items import make_items
-from groupax.metrics.completions import episode_metrics
 from groupax.runs.folder import RunFolder
-from groupax.settings.sampling import SamplingParams
 from tests.episodes.test_episodes import TOKENIZER, call, played
 
 from .test_view import HOSTILE, ask, serving

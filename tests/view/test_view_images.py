@@ -8,12 +8,12 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
+from groupax.core.types import PromptImages
 from groupax.data.images import image_name
 from groupax.models.vision.placement import make_image
 from groupax.runs.folder import RunFolder
-from groupax.types import PromptImages
-from groupax.view.app import make_app
-from groupax.view.runs import Runs
+from groupax.satellites.view.app import make_app
+from groupax.satellites.view.runs import Runs
 
 from .test_view import a_rollout
 

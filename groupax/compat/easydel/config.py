@@ -4,7 +4,7 @@ from enum import StrEnum
 from typing import Any
 
 from groupax.compat.fields import Arguments, arguments, scale_rewards
-from groupax.settings.fields import nearest
+from groupax.core.settings.fields import nearest
 
 EasyDeLOptimizers = StrEnum("EasyDeLOptimizers", "ADAMW ADAFACTOR LION MUON SGD")
 EasyDeLSchedulers = StrEnum("EasyDeLSchedulers", "NONE LINEAR COSINE")

@@ -9,11 +9,11 @@ from jax.sharding import Mesh
 from groupax.compat import hf
 from groupax.compat.easydel.config import CHECKPOINTING, AttentionMechanisms, named
 from groupax.compat.fields import native_attention, warn, warn_replicated
+from groupax.core.settings.compute import mesh_sizes
+from groupax.core.settings.fields import nearest
 from groupax.engine.core import indivisible_dims
 from groupax.models.weights.checkpoint import Model, load_model
 from groupax.parallel.mesh import RULES, decoding_mesh, make_mesh
-from groupax.settings.compute import mesh_sizes
-from groupax.settings.fields import nearest
 
 
 def EasyDeLBaseConfigDict(**settings: Any) -> dict[str, Any]:  # noqa: N802 - EasyDeL's name

@@ -15,14 +15,14 @@ from groupax.compat.easydel.config import GRPOConfig
 from groupax.compat.easydel.models import EasyDeLModel, decoding_tp_of
 from groupax.compat.fields import warn
 from groupax.compat.trl.policy import TrainedModel
+from groupax.core.settings.fields import nearest
+from groupax.core.settings.sampling import SamplingParams, SamplingSettings
 from groupax.data.chat import render
 from groupax.data.examples import load_examples
 from groupax.data.prompts import row_template_kwargs
 from groupax.data.tokenizer import is_conversational, prepare_tokenizer
 from groupax.engine.engine import Engine
 from groupax.models.weights.checkpoint import Model, load_model
-from groupax.settings.fields import nearest
-from groupax.settings.sampling import SamplingParams, SamplingSettings
 
 # Sampling settings of a `vInference`, with their names in a `GRPOConfig`.
 SAMPLING = {

@@ -15,12 +15,12 @@ import numpy as np
 
 from groupax.compat.fields import warn
 from groupax.compat.hf.model import CausalLM, warn_inert
+from groupax.core.settings.optimizer import BaseWeights
+from groupax.core.storage.folders import at_revision, read_json, resolve_folder
 from groupax.models.lora import ADAPTER_NAME, adapter_specs, as_lora_config, read_lora_config
 from groupax.models.specs import model_specs
 from groupax.models.weights.checkpoint import Model, add_adapter, load_adapter, load_model
 from groupax.models.weights.saving import host_tensors, param_leaves
-from groupax.settings.optimizer import BaseWeights
-from groupax.storage.folders import at_revision, read_json, resolve_folder
 
 
 @dataclass

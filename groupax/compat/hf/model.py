@@ -13,6 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from groupax.compat.fields import warn
+from groupax.core.settings.fields import nearest
+from groupax.core.settings.sampling import SamplingParams
+from groupax.core.storage.hub import push_folder
+from groupax.core.storage.replacing import check_disjoint, is_replaceable, merge_into_folder
 from groupax.engine.engine import Engine
 from groupax.models.lora import PREFIX, adapter_specs, count_params, trainable_params_line
 from groupax.models.specs import CORRECTION_NAMES, HEAD, embedding_name, model_specs
@@ -21,10 +25,6 @@ from groupax.models.weights.nf4 import Nf4
 from groupax.models.weights.quantize import dense, dense_params, is_quantized
 from groupax.models.weights.saving import join_tensors, save_adapter, save_model, source_folders, specs_by_name
 from groupax.parallel import processes
-from groupax.settings.fields import nearest
-from groupax.settings.sampling import SamplingParams
-from groupax.storage.hub import push_folder
-from groupax.storage.replacing import check_disjoint, is_replaceable, merge_into_folder
 
 DEFAULT_NEW_TOKENS = 20  # without max_new_tokens and max_length
 _CHANGING = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")

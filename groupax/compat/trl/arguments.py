@@ -14,12 +14,12 @@ from groupax.compat.fields import (
     warn,
     warn_replicated,
 )
+from groupax.core.settings.fields import nearest
+from groupax.core.settings.run import TRACKERS
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
 from groupax.parallel.mesh import RULES, format_mesh
 from groupax.runs.trackers.tracker import PACKAGES, is_installed
-from groupax.settings.fields import nearest
-from groupax.settings.run import TRACKERS
 
 # Shards weights, gradients and optimizer state over all devices, like ZeRO stage 3 and FSDP.
 FULLY_SHARDED = "1,-1,1,1,1"

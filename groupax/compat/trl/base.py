@@ -15,17 +15,17 @@ from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.trl.arguments import torch_cpu
 from groupax.compat.trl.layout import TRAINER_STATE, TRLFolders, checkpoint_to_resume, folders_of, run_folder
 from groupax.compat.trl.policy import Policy, TrainedModel
+from groupax.core.settings.fields import nearest
+from groupax.core.storage.buckets import is_remote
+from groupax.core.storage.hub import push_folder
+from groupax.core.storage.replacing import check_disjoint
+from groupax.core.types import Metrics
+from groupax.evaluation.completions import json_numbers
 from groupax.events import Event
-from groupax.metrics.completions import json_numbers
 from groupax.models.weights.saving import source_folders
 from groupax.parallel import processes
 from groupax.parallel.runtime import configure_jax
 from groupax.rewards.calls import check_name
-from groupax.settings.fields import nearest
-from groupax.storage.buckets import is_remote
-from groupax.storage.hub import push_folder
-from groupax.storage.replacing import check_disjoint
-from groupax.types import Metrics
 
 # Methods of TRL's trainer that groupax never calls, by what to do instead.
 _REFUSED_BY_REMEDY = {

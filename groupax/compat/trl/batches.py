@@ -11,22 +11,22 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from groupax.compat.trl.policy import ModelSampler
+from groupax.core.settings.sampling import SamplingParams
+from groupax.core.types import Metrics, Rollout, Row
 from groupax.engine.sequence import Sampler
+from groupax.evaluation.completions import reward_metrics, trl_zero_std_frac
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.events import TokenScores
-from groupax.metrics.completions import reward_metrics, trl_zero_std_frac
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.contract import reward_matrix
 from groupax.rollouts.collector import advantages_of, masked_ends, row_of
 from groupax.rollouts.state import Cursor, Experience, UpdateSchedule
 from groupax.runs.build import eval_params
 from groupax.runs.checkpoints.fingerprint import Identity
-from groupax.settings.sampling import SamplingParams
 from groupax.trainer import GRPOTrainer
 from groupax.training.learner import Update
 from groupax.training.packing import Shape
 from groupax.training.step import ROUTER_LOSS
-from groupax.types import Metrics, Rollout, Row
 
 
 def with_trl_metrics(trainer: Any, evaluation: Evaluation) -> Evaluation:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from groupax.compat.fields import EVAL_SAMPLING, arguments, parse_mapping, scale_rewards, warn
 from groupax.compat.trl.arguments import TrainingArguments
 from groupax.compat.trl.batches import TRLSchedule, trl_schedule
-from groupax.settings.fields import nearest, shown
+from groupax.core.settings.fields import nearest, shown
 
 logger = logging.getLogger(__name__)
 

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from groupax.compat.callbacks import Control, State
+from groupax.core.storage.buckets import is_remote
+from groupax.core.storage.folders import list_names
+from groupax.core.storage.replacing import foreign_model_files
 from groupax.events import Message
 from groupax.parallel import processes
 from groupax.runs.checkpoints.record import restore_params
 from groupax.runs.checkpoints.store import HF, LocalStore
 from groupax.runs.files import free_name
 from groupax.runs.run import Run, RunHooks
-from groupax.storage.buckets import is_remote
-from groupax.storage.folders import list_names
-from groupax.storage.replacing import foreign_model_files
 from groupax.trainer import GRPOTrainer
 
 TRAINER_STATE = "trainer_state.json"

@@ -12,7 +12,10 @@ import numpy as np
 from groupax.compat import hf
 from groupax.compat.fields import parse_mapping, warn
 from groupax.compat.trl.arguments import TrainingArguments
-from groupax.config import GRPOConfig
+from groupax.core.config import GRPOConfig
+from groupax.core.settings.fields import nearest
+from groupax.core.storage.folders import at_revision
+from groupax.core.types import Row
 from groupax.engine.sequence import PolicySampler
 from groupax.engine.sequence import Sequence as Completion
 from groupax.events import Event, RunEnded, RunStarted, StepEnded
@@ -21,10 +24,7 @@ from groupax.models.lora import Adapter, as_lora_config
 from groupax.models.weights.checkpoint import Model, load_model
 from groupax.parallel import processes
 from groupax.runs.trainer import Trainer
-from groupax.settings.fields import nearest
-from groupax.storage.folders import at_revision
 from groupax.training.adapters import PolicyLearner
-from groupax.types import Row
 
 _EXACT_DTYPES = ("float32", "auto", "None")  # with which TRL trains float32 weights, as groupax does
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from groupax.compat.trl.config import GENERATION
+from groupax.core.settings.fields import nearest
+from groupax.core.settings.sampling import SamplingParams
+from groupax.core.types import Prompt
 from groupax.data.tokenizer import is_conversational
 from groupax.episodes.custom import RolloutFunction, RolloutRequest, Trajectory
 from groupax.rewards.contract import BATCH_ARGS, EXTRA_ARGS, SINGLE_ARGS
-from groupax.settings.fields import nearest
-from groupax.settings.sampling import SamplingParams
-from groupax.types import Prompt
 
 REQUIRED = ("completion_ids", "logprobs", "prompt_ids")
 

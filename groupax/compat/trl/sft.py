@@ -19,11 +19,11 @@ from groupax.compat.trl.base import (
 from groupax.compat.trl.layout import check_output_dir
 from groupax.compat.trl.policy import policy_of
 from groupax.compat.trl.streams import is_stream
-from groupax.config import SFTConfig as NativeConfig
+from groupax.core.config import SFTConfig as NativeConfig
+from groupax.core.types import Metrics
 from groupax.data.examples import Examples
 from groupax.data.supervised import TrainingSet
 from groupax.sft import SFTTrainer as NativeTrainer
-from groupax.types import Metrics
 
 # TRL's settings behind native settings of another name, for error messages.
 NAMES = {

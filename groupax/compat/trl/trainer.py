@@ -20,6 +20,8 @@ from groupax.compat.trl.layout import check_output_dir
 from groupax.compat.trl.policy import check_dropout, own_generate, policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.compat.trl.streams import check_streams, evaluation_rows, is_stream, training_rows
+from groupax.core.settings.fields import nearest
+from groupax.core.storage.folders import resolve_folder
 from groupax.data.chat import unknown_template_kwargs
 from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
@@ -27,8 +29,6 @@ from groupax.evaluation.items import ONLY_SET
 from groupax.events import Event, RolloutScored
 from groupax.objective.entropy import top_entropy_threshold
 from groupax.objective.losses import on_policy_tokens
-from groupax.settings.fields import nearest
-from groupax.storage.folders import resolve_folder
 from groupax.training.step import router_loss_coef
 
 logger = logging.getLogger(__name__)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from groupax.core.settings.fields import nearest
+from groupax.core.storage.model_json import validate_config
+from groupax.core.terminal.printable import short_repr
 from groupax.models.config import ModelConfig
 from groupax.models.families import cohere, gemma, glm, gpt_oss, lfm2, llama, mistral, olmo, qwen, vision
 from groupax.models.vision.config import VisionConfig
-from groupax.settings.fields import nearest
-from groupax.storage.model_json import validate_config
-from groupax.terminal.printable import short_repr
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "cohere": cohere.read_cohere,

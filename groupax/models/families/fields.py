@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
+from groupax.core.terminal.printable import short_repr
 from groupax.models.config import (
     Activation,
     DynamicRope,
@@ -16,7 +17,6 @@ from groupax.models.config import (
     RopeScaling,
     YarnRope,
 )
-from groupax.terminal.printable import short_repr
 
 # Keys that do not affect the forward pass.
 METADATA = (

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from groupax.core.terminal.printable import short_repr
 from groupax.models.config import Experts, GatedDeltaNet, ModelConfig
 from groupax.models.families.fields import (
     biases,
@@ -20,7 +21,6 @@ from groupax.models.families.fields import (
 )
 from groupax.models.families.vision import tower_activation, vision_settings
 from groupax.models.vision.config import PatchMerger, TowerConfig, VisionConfig
-from groupax.terminal.printable import short_repr
 
 WINDOW_KEYS = "use_sliding_window sliding_window max_window_layers layer_types "
 EXPERT_KEYS = "moe_intermediate_size num_experts num_experts_per_tok num_local_experts router_aux_loss_coef "

@@ -4,9 +4,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from groupax.core.storage.model_json import VISION, validate
+from groupax.core.terminal.printable import short_repr
 from groupax.models.vision.config import PixelShuffle, TowerActivation, TowerConfig, VisionConfig
-from groupax.storage.model_json import VISION, validate
-from groupax.terminal.printable import short_repr
 
 # Keys of a `vision_config` that do not affect the forward pass; older files have two of the image processor.
 _METADATA = (

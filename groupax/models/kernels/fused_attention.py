@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from groupax.core.settings.compute import AttnImplementation
 from groupax.models import attention
 from groupax.models.attention import LayerCache, Prompts, attend_past
 from groupax.models.config import AttentionConfig, Chunks, ModelConfig
 from groupax.models.execution import FusedAttention
 from groupax.parallel.runtime import cuda_capability
-from groupax.settings.compute import AttnImplementation
 
 # By a TPU v4's stated peaks (planning.counting; 32 query heads over 8 kv heads of 128 dims) splash takes about half of
 # the plain form's time with 128 queries, the same time with 64, and twice the time with 32, since a block has 128.

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from groupax.core.types import Image, PromptImages
 from groupax.models.vision.config import VisionConfig
-from groupax.types import Image, PromptImages
 
 
 def make_image(

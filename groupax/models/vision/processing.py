@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from groupax.core.errors import require
+from groupax.core.storage.folders import read_json, write_json
+from groupax.core.terminal.printable import short_repr
+from groupax.core.types import Image, PromptImages
 from groupax.data.tokenizer import token_ids
-from groupax.errors import require
 from groupax.models.vision.config import AveragePool, PatchMerger, PixelShuffle, VisionConfig
 from groupax.models.vision.placement import make_image, num_features, place_images
-from groupax.storage.folders import read_json, write_json
-from groupax.terminal.printable import short_repr
-from groupax.types import Image, PromptImages
 
 FILES = ("preprocessor_config.json", "processor_config.json")  # settings of the image processor
 

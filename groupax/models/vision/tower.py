@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from groupax.core.types import Image
 from groupax.models.attention import attend_to_shown
 from groupax.models.config import AttentionConfig
 from groupax.models.layers import layer_norm, linear, lookup, zero_centered_rms_norm
@@ -26,7 +27,6 @@ from groupax.models.vision.config import (
 )
 from groupax.models.vision.placement import num_features
 from groupax.parallel.pytree import pytree
-from groupax.types import Image
 
 MERGER_EPS = 1e-6  # of the norms in Qwen's mergers
 

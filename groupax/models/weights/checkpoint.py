@@ -13,6 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from groupax.core.settings.optimizer import BaseWeights
+from groupax.core.storage.folders import ADAPTER_NAME, read_json, resolve_folder
+from groupax.core.storage.model_json import GENERATION, out_of_vocabulary, validate
+from groupax.core.terminal.printable import short_repr
 from groupax.models.adapted import FrozenBase, apply_adapter
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config, text_config
@@ -34,10 +38,6 @@ from groupax.models.weights.tensor_files import (
     renamed,
 )
 from groupax.parallel.mesh import check_divisible, default_mesh, format_mesh
-from groupax.settings.optimizer import BaseWeights
-from groupax.storage.folders import ADAPTER_NAME, read_json, resolve_folder
-from groupax.storage.model_json import GENERATION, out_of_vocabulary, validate
-from groupax.terminal.printable import short_repr
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 from safetensors import SafetensorError
 
+from groupax.core.storage.model_json import is_number
+from groupax.core.terminal.printable import short_repr
 from groupax.parallel.collectives import to_device
 from groupax.parallel.pytree import pytree
-from groupax.storage.model_json import is_number
-from groupax.terminal.printable import short_repr
 
 BLOCK = 64
 SCALE_BLOCK = 256

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from groupax.errors import require
+from groupax.core.errors import require
+from groupax.core.settings.compute import DecodingWeights
 from groupax.models.adapted import AdaptedWeight
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import head_weights
 from groupax.models.params import weight_dtype
 from groupax.models.specs import Params, model_specs
 from groupax.models.weights.nf4 import Nf4, dequantize_nf4, quantize_nf4
-from groupax.settings.compute import DecodingWeights
 
 # "same" leaves weights as they are.
 _QTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}

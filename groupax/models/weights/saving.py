@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from groupax.core.storage.folders import ADAPTER_NAME, write_json
+from groupax.core.storage.replacing import replacing_folder
 from groupax.models.adapted import AdaptedWeight, LowRank
 from groupax.models.lora import adapter_config_dict, write_adapter
 from groupax.models.specs import Params, Spec, model_specs, vision_modules
@@ -19,8 +21,6 @@ from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.nf4 import Nf4, nf4_bytes, nf4_tensors, quantization_config, quantize_nf4
 from groupax.models.weights.quantize import dense
 from groupax.models.weights.tensor_files import INDEX_NAME, cast
-from groupax.storage.folders import ADAPTER_NAME, write_json
-from groupax.storage.replacing import replacing_folder
 
 SHARD_BYTES = 5 * 10**9
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from groupax.core.storage.folders import list_names, read_json
+from groupax.core.storage.model_json import MAX_EXPERTS
+from groupax.core.terminal.printable import error_line, short_repr
 from groupax.models.config import ModelConfig
 from groupax.models.families import VISION_FAMILIES, has_text_part
-from groupax.storage.folders import list_names, read_json
-from groupax.storage.model_json import MAX_EXPERTS
-from groupax.terminal.printable import error_line, short_repr
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from groupax.core.errors import require
 from groupax.data.examples import Example
-from groupax.errors import require
 from groupax.recipes.recipe import Split, draw_split, make_recipe
 
 KINDS = ("circle", "square", "triangle")

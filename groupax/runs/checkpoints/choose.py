@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from groupax.core.storage.buckets import RemoteFolder, is_remote
 from groupax.events import Emit, Message
 from groupax.runs.checkpoints.fingerprint import Identity, describe, differences, incompatible
 from groupax.runs.checkpoints.store import CHECKSUMS, HF, OWN, STATE, LocalStore, RemoteStore, Store, damage
-from groupax.storage.buckets import RemoteFolder, is_remote
 
 FORMAT = 6  # of `state.json`
 # Required entries of a state of that format.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from groupax.config import GRPOConfig, RunConfig, SFTConfig, config_class
+from groupax.core.config import GRPOConfig, RunConfig, SFTConfig, config_class
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel.collectives import weights_digest
 

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import optax
 
+from groupax.core.types import PromptImages, Rollout, Row
 from groupax.data.examples import values_as_json
 from groupax.episodes.as_json import branches_as_json, messages_as_json, turns_as_json
 from groupax.models.weights.checkpoint import Model
@@ -36,7 +37,6 @@ from groupax.training.adapters import AdapterLearners, PolicyLearner
 from groupax.training.learner import Learner
 from groupax.training.packing import Shape
 from groupax.training.state import TrainState
-from groupax.types import PromptImages, Rollout, Row
 
 PARAMS, OPTIMIZER, REFERENCE, ROLLOUT = "params", "optimizer", "reference", "rollout.parquet"
 POLICIES = "policies"

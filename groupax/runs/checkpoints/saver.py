@@ -9,9 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from groupax.config import GRPOConfig, RunConfig
+from groupax.core.config import GRPOConfig, RunConfig
+from groupax.core.errors import PreemptedError, RunError
+from groupax.core.settings.fields import nearest
+from groupax.core.settings.run import CheckpointSettings, RolloutLogSettings
+from groupax.core.storage.buckets import is_remote
 from groupax.episodes.record import remove_records
-from groupax.errors import PreemptedError, RunError
 from groupax.events import Message
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
@@ -25,9 +28,6 @@ from groupax.runs.checkpoints.store import STATE, LocalStore, RemoteStore, Store
 from groupax.runs.checkpoints.writer import CheckpointWriter, Snapshot
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
-from groupax.settings.fields import nearest
-from groupax.settings.run import CheckpointSettings, RolloutLogSettings
-from groupax.storage.buckets import is_remote
 from groupax.training.adapters import PolicyLearner
 
 RECORD_BYTES = 500_000_000  # of what tools answered in earlier rollouts

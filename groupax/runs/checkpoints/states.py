@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from groupax.core.settings.run import CheckpointSettings
 from groupax.events import ignore
 from groupax.parallel.processes import num_processes
 from groupax.rollouts.pipeline import Policy
@@ -24,7 +25,6 @@ from groupax.runs.checkpoints.store import OWN, LocalStore, Store
 from groupax.runs.checkpoints.writer import CheckpointWriter, Snapshot
 from groupax.runs.folder import RunFolder
 from groupax.runs.rollout_log import to_remove
-from groupax.settings.run import CheckpointSettings
 from groupax.training.adapters import PolicyLearner
 
 FOLDER = "states"

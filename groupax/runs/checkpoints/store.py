@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from groupax.core.storage.buckets import RemoteFolder
+from groupax.core.storage.folders import RECORDS
 from groupax.runs.files import sync_to_disk
-from groupax.storage.buckets import RemoteFolder
-from groupax.storage.folders import RECORDS
 
 CHECKSUMS = "SHA256SUMS"  # as `sha256sum -c` reads it
 STATE = "state.json"

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from groupax.core.settings.run import CheckpointSettings
+from groupax.core.terminal.printable import error_line
 from groupax.events import CheckpointSaved, Emit, Message
 from groupax.runs.checkpoints.store import STATE, Store, seal
-from groupax.settings.run import CheckpointSettings
-from groupax.terminal.printable import error_line
 
 
 @dataclass(frozen=True, eq=False)

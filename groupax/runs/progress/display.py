@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from groupax.core.terminal.printable import printable, short_repr
+from groupax.core.types import CallRecord, Metrics, Rollout
 from groupax.events import (
     Diagnosed,
     Evaluated,
@@ -18,8 +20,6 @@ from groupax.events import (
     RunDescribed,
     StepEnded,
 )
-from groupax.terminal.printable import printable, short_repr
-from groupax.types import CallRecord, Metrics, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ def result_html(num_steps: int, seconds: float, metrics: Metrics, more: Mapping[
         metrics: Metrics of the last logged step.
         more: Further facts by label.
     """
-    from groupax.terminal.tables import details_html, facts_html
+    from groupax.core.terminal.tables import details_html, facts_html
 
     shown = {label: metrics[name] for name, label in shown_metrics(metrics).items()}
     main = {label: short_number(value) for label, value in shown.items() if value is not None}

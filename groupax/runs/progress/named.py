@@ -18,9 +18,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from groupax.core.terminal.printable import one_line, printable
+from groupax.core.terminal.tables import SAMPLE_COLUMNS, Fitting, empty_table, output_console, stacked
+from groupax.core.types import Metrics, Rollout
 from groupax.data.tokenizer import last_text
+from groupax.evaluation.completions import json_numbers
 from groupax.events import Diagnosed, Evaluated, Event, Message, PhaseStarted
-from groupax.metrics.completions import json_numbers
 from groupax.parallel import processes
 from groupax.runs.progress.display import (
     Progress,
@@ -36,9 +39,6 @@ from groupax.runs.progress.display import (
     sparkline,
     status_fields,
 )
-from groupax.terminal.printable import one_line, printable
-from groupax.terminal.tables import SAMPLE_COLUMNS, Fitting, empty_table, output_console, stacked
-from groupax.types import Metrics, Rollout
 
 SAMPLE_CHARACTERS = 300  # of a completion, on a wide terminal
 SAMPLE_INTERVAL_S = 5.0  # on a terminal; a log receives a sample four times less often

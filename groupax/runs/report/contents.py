@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, get_args
 
+from groupax.core.terminal.printable import printable
+from groupax.evaluation.completions import first_and_last
 from groupax.evaluation.paired import p_text
-from groupax.metrics.completions import first_and_last
 from groupax.runs.diagnostics import Severity, severity_of
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import headline
 from groupax.runs.report.record import RunRecord
 from groupax.runs.rollout_log import beginning
-from groupax.terminal.printable import printable
 
 OF_EPISODES = ("episodes/turns", "episodes/streams", "episodes/turns_per_stream")
 # Metrics to draw together, by title; a star stands for any name.

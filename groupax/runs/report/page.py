@@ -14,10 +14,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from groupax.core.terminal.printable import printable
 from groupax.runs.progress.display import sparkline
 from groupax.runs.report.contents import Curve, Rows, contents_of, number, numbers, shown
 from groupax.runs.report.record import Answer, BeforeAndAfter, read_run
-from groupax.terminal.printable import printable
 
 WIDTH, HEIGHT, MOST_POINTS = 420, 140, 300  # of a curve
 PALETTE = ("#2f6fde", "#d9632a", "#2a9d6f", "#a44bc4", "#c2a400", "#d13d6b")

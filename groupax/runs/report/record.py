@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupax.config import config_class
+from groupax.core.config import config_class
+from groupax.core.storage.folders import MAX_LOG_BYTES, read_file, run_folder_in
+from groupax.core.types import Metrics
 from groupax.evaluation.items import Completion, Item, read_items
 from groupax.runs.rollout_log import prompt_text
-from groupax.storage.folders import MAX_LOG_BYTES, read_file, run_folder_in
-from groupax.types import Metrics
 
 MAX_SAMPLES = 4
 

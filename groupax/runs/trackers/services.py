@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from groupax.core.terminal.printable import printable
+from groupax.core.terminal.tables import table_html
+from groupax.core.types import Metrics
 from groupax.runs.diagnostics import Severity, severity_of
 from groupax.runs.folder import TRACKED
 from groupax.runs.trackers.tracker import Sample, TrackedRun, Tracker
-from groupax.terminal.printable import printable
-from groupax.terminal.tables import table_html
-from groupax.types import Metrics
 
 LEVELS: dict[Severity, str] = {"error": "error", "warning": "warn", "note": "info"}  # trackio's levels of alerts
 

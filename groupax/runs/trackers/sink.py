@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Literal
 
-from groupax.config import RunConfig
+from groupax.core.config import RunConfig
+from groupax.core.types import Metrics
 from groupax.events import Diagnosed, Emit, Evaluated, Event, PhaseStarted, RunStarted, StepEnded
 from groupax.runs.folder import RunFolder
 from groupax.runs.trackers.tracker import TrackedRun, Tracker, finite, open_tracker, samples_of
-from groupax.types import Metrics
 
 MAX_WAITING = 256  # calls of a tracker; further ones are dropped
 CLOSE_S = 60.0  # that the end of a run waits for its trackers

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from groupax.core.settings.references import import_attribute
+from groupax.core.types import Metrics, Rollout
 from groupax.runs.rollout_log import beginning, prompt_text, valid_text
-from groupax.settings.references import import_attribute
-from groupax.types import Metrics, Rollout
 
 SAMPLE_CHARACTERS = 4000  # of a text in a table of samples
 

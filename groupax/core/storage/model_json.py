@@ -1,0 +1,224 @@
+"""A schema of a model's JSON files. Imports no jax.
+
+Files are validated before a family reads them, so that readers only compute with numbers of the right kind and size.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from groupax.core.terminal.printable import short_repr
+
+# Far beyond any released model. Without these limits a false number would be counted up to before it is noticed.
+MAX_LAYERS = MAX_EXPERTS = 4096  # also of the taps of a convolution
+MAX_SIZE = 2**31 - 1  # the range of an int32 index
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of value that a key of a file may have.
+
+    Attributes:
+        description: Description of the values in an error message.
+        accepts: Returns whether a value is of this kind.
+        is_number: Whether the values are floats, for which files may have integers.
+    """
+
+    description: str
+    accepts: Callable[[Any], bool]
+    is_number: bool = False
+
+    def or_null(self) -> "Kind":
+        """Returns the kind that also allows null."""
+        return replace(
+            self,
+            description=f"{self.description}, or null",
+            accepts=lambda value: value is None or self.accepts(value),
+        )
+
+
+def is_integer(value: Any, low: int, high: int) -> bool:
+    """Returns whether a value is an integer (and not a boolean) within bounds."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a value is a finite number."""
+    return isinstance(value, float | int) and not isinstance(value, bool) and abs(value) < 1e300 and value == value
+
+
+def integer(low: int = 1, high: int = MAX_SIZE) -> Kind:
+    """Returns the kind of integers within bounds."""
+    return Kind(f"a whole number from {low} to {high}", lambda value: is_integer(value, low, high))
+
+
+def above(low: int) -> Kind:
+    """Returns the kind of finite numbers above a bound."""
+    return Kind(f"a finite number above {low}", lambda value: is_number(value) and value > low, is_number=True)
+
+
+def list_of(kind: Kind) -> Kind:
+    """Returns the kind of lists whose entries are of one kind."""
+    return Kind(
+        f"a list, each entry {kind.description}",
+        lambda value: isinstance(value, list) and all(map(kind.accepts, value)),
+    )
+
+
+SIZE, TOKEN, COUNT, NUMBERED = integer(), integer(0), integer(1, MAX_LAYERS), integer(0, MAX_LAYERS)
+ANY_NUMBER = Kind("a finite number", is_number, is_number=True)
+NOT_NEGATIVE = Kind("a finite number of at least 0", lambda value: is_number(value) and value >= 0, is_number=True)
+POSITIVE = above(0)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+TEXT = Kind("a string", lambda value: isinstance(value, str))
+TABLE = Kind("an object", lambda value: isinstance(value, Mapping)).or_null()
+DTYPE = Kind("float32, bfloat16 or float16", lambda value: value in ("float32", "bfloat16", "float16"))
+TOKENS = Kind(
+    f"{TOKEN.description}, or a list of them",
+    lambda value: all(map(TOKEN.accepts, value if isinstance(value, list) else [value])),
+)
+FRACTION = Kind("a number above 0 and at most 1", lambda value: is_number(value) and 0 < value <= 1)
+PATTERN = Kind(
+    "a whole number, or a string of L and G",
+    lambda value: NUMBERED.accepts(value) or (isinstance(value, str) and set(value) <= set("LG")),
+)
+TUNING = Kind("true, false or a whole number", lambda value: isinstance(value, bool) or TOKEN.accepts(value))
+
+
+def _table(*rows: tuple[Kind, str]) -> Mapping[str, Kind]:
+    """Returns the kind of each key; a row has a kind and its keys, with "?" where null is allowed."""
+    return {
+        key.rstrip("?"): kind.or_null() if key.endswith("?") else kind for kind, keys in rows for key in keys.split()
+    }
+
+
+# `config.json`: all keys that a family reads. A test compares this with the readers.
+CONFIG = _table(
+    (
+        SIZE,
+        "attention_chunk_size? block_ff_dim? block_multiple_of decoder_sparse_step floor_scale head_dim? hidden_size "
+        "intermediate_size intermediate_size_mlp kv_lora_rank linear_key_head_dim linear_num_key_heads "
+        "linear_num_value_heads linear_value_head_dim max_position_embeddings mm_tokens_per_image "
+        "moe_intermediate_size no_rope_layer_interval num_attention_heads num_key_value_heads? num_labels? "
+        "q_lora_rank? qk_nope_head_dim qk_rope_head_dim scale_factor shared_expert_intermediate_size sliding_window? "
+        "v_head_dim vocab_size",
+    ),
+    (
+        FLAG,
+        "attention_bias attention_out_bias attn_output_gate block_auto_adjust_ff_dim conv_bias mlp_bias "
+        "norm_topk_prob output_router_logits rope_interleave tie_embedding tie_word_embeddings "
+        "use_expert_bias use_qk_norm use_sliding_window",
+    ),
+    (
+        POSITIVE,
+        "attention_multiplier attn_logit_softcapping? block_ffn_dim_multiplier? embedding_multiplier "
+        "final_logit_softcapping? layer_norm_eps logit_scale logits_scaling norm_eps query_pre_attn_scalar "
+        "rms_norm_eps routed_scaling_factor swiglu_alpha swiglu_limit",
+    ),
+    (TABLE, "id2label quantization_config rope_parameters rope_scaling text_config vision_config"),
+    (
+        COUNT,
+        "conv_L_cache full_attention_interval interleave_moe_layer_step linear_conv_kernel_dim n_group "
+        "n_routed_experts num_experts_per_tok num_hidden_layers num_local_experts? topk_group",
+    ),
+    (NUMBERED, "first_k_dense_replace n_shared_experts num_dense_layers num_experts? num_nextn_predict_layers"),
+    (TOKEN, "image_token_id image_token_index max_window_layers video_token_id"),
+    (list_of(TEXT), "architectures? layer_types?"),
+    (NOT_NEGATIVE, "attn_scale router_aux_loss_coef"),
+    (DTYPE, "dtype? torch_dtype?"),
+    (list_of(NUMBERED), "full_attn_idxs? mlp_only_layers? moe_layers?"),
+    (TEXT, "hidden_act? hidden_activation? model_type"),
+    (TUNING, "attn_temperature_tuning"),
+    (TOKENS, "eos_token_id?"),
+    (list_of(integer(0, 1)), "no_rope_layers?"),
+    (integer(2), "original_max_position_embeddings?"),
+    (FRACTION, "partial_rotary_factor?"),
+    (ANY_NUMBER, "residual_multiplier"),
+    (above(1), "rope_local_base_freq rope_theta?"),
+    (PATTERN, "sliding_window_pattern?"),
+)
+# The `vision_config` of models that see images; sizes may not be pairs.
+VISION = _table(
+    (
+        SIZE,
+        "hidden_size image_size in_channels intermediate_size num_attention_heads num_channels num_heads "
+        "num_position_embeddings out_hidden_size patch_size spatial_merge_size temporal_patch_size",
+    ),
+    (COUNT, "depth num_hidden_layers"),
+    (list_of(NUMBERED), "deepstack_visual_indexes"),
+    (TEXT, "hidden_act"),
+    (POSITIVE, "layer_norm_eps"),
+    (TABLE, "rope_parameters"),
+    (FLAG, "vision_use_head"),
+)
+# A table of rotary parameters, in either notation; null is the same as no entry.
+ROPE = _table(
+    (POSITIVE, "attention_factor beta_fast beta_slow factor high_freq_factor low_freq_factor"),
+    (NOT_NEGATIVE, "llama_4_scaling_beta mscale mscale_all_dim"),
+    (TABLE, "full_attention sliding_attention"),
+    (list_of(POSITIVE), "long_factor short_factor"),
+    (TEXT, "rope_type type"),
+    (SIZE, "max_position_embeddings"),
+    (integer(2), "original_max_position_embeddings"),
+    (FRACTION, "partial_rotary_factor?"),
+    (above(1), "rope_theta"),
+    (FLAG, "truncate"),
+)
+# `generation_config.json`: the tokens that end a completion, and the settings that `compat.hf` uses.
+GENERATION = _table(
+    (SIZE, "max_length? max_new_tokens? num_return_sequences?"),
+    (ANY_NUMBER, "min_p? top_p?"),
+    (integer(-1), "pad_token_id? top_k?"),
+    (FLAG, "do_sample"),
+    (TOKENS, "eos_token_id?"),
+    (POSITIVE, "repetition_penalty?"),
+    (NOT_NEGATIVE, "temperature?"),
+)
+
+
+def validate(content: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> dict[str, Any]:
+    """Returns the content of a file after checking its values; numbers become floats.
+
+    Args:
+        content: Content of the file, or of a table in it.
+        kinds: Kinds of some keys; the others may have any value.
+        where: Name of the file or the table in an error.
+
+    Raises:
+        ValueError: A value is not of its key's kind.
+    """
+    for key, kind in kinds.items():
+        if key in content and not kind.accepts(content[key]):
+            raise ValueError(f"{where} has {key}={short_repr(content[key])}; it must be {kind.description}")
+    numbers = {key for key, value in content.items() if value is not None and key in kinds and kinds[key].is_number}
+    return {key: float(value) if key in numbers else value for key, value in content.items()}
+
+
+def validate_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a parsed `config.json` after checking its values; flags that are null become false.
+
+    Raises:
+        ValueError: A value, possibly one of the rotary parameters, is not of its key's kind.
+    """
+    flags = {key: False for key, value in hf.items() if value is None and CONFIG.get(key) is FLAG}
+    tables = {
+        name: _validate_rope(hf[name], f"{name} of config.json")
+        for name in ("rope_parameters", "rope_scaling")
+        if hf.get(name)
+    }
+    return validate({**hf, **flags}, CONFIG, "config.json") | tables
+
+
+def _validate_rope(table: Any, where: str) -> dict[str, Any]:
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{where} is {short_repr(table)}; it must be {TABLE.description}")
+    table = validate({key: value for key, value in table.items() if value is not None}, ROPE, where)
+    kinds = [kind for kind in ("full_attention", "sliding_attention") if table.get(kind)]
+    return table | {kind: _validate_rope(table[kind], f"{kind} of {where}") for kind in kinds}
+
+
+def out_of_vocabulary(content: Mapping[str, Any], vocab_size: int) -> list[int]:
+    """Returns the end-of-sequence tokens of a file that are outside of a model's vocabulary."""
+    tokens = content.get("eos_token_id")
+    tokens = tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
+    return [token for token in tokens if token >= vocab_size]

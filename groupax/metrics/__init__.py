@@ -1,1 +1,0 @@
-"""Metrics of completions and their confidence intervals."""

@@ -1,0 +1,313 @@
+"""Curves over steps: their positions, smoothing and means, phases of steps, and distributions as heat maps."""
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from groupax.satellites.view.rollouts import REWARD, completion_lengths, floats, list_lengths, weighted_total
+from groupax.satellites.view.runs import Run
+
+BUDGET_S = 0.25  # time limit of a call for distributions; the page asks again
+MAX_MAPS = 120  # steps with distributions
+MAX_VALUES = 2000  # of a step that are kept, evenly spaced
+NUM_BINS = 32
+OUTERMOST = (0.005, 0.995)  # quantiles at which the bins end
+SHOWN_QUANTILES = (0.1, 0.5, 0.9)
+AXES = ("step", "tokens", "time")
+MAX_STEPS = 200  # of a timeline
+WAIT_S = "time/wait_s"
+COMPILE_S = "time/compile_s"
+IN_SEQUENCE = ("rollout", "reward", "train")  # the order of a step's phases
+AHEAD = ("wait", "train")  # of runs that generate rollouts during updates
+
+
+def positions(run: Run, steps: np.ndarray, axis: str) -> np.ndarray:
+    """Returns [S] positions of steps on an axis: steps, sampled tokens so far, or seconds spent in steps so far.
+
+    Raises:
+        ValueError: The axis is unknown.
+    """
+    if axis not in AXES:
+        raise ValueError(f"by={axis!r} is none of {', '.join(AXES)}")
+    if axis == "step" or not len(steps):
+        return steps
+    if axis == "tokens":
+        known, values = run.series("num_tokens")
+    else:
+        known, step_s = run.series("step_time")
+        values = np.cumsum(np.nan_to_num(np.diff(known, prepend=0.0) * step_s))
+    if not len(known):
+        return np.full(len(steps), np.nan)
+    return np.interp(steps, np.concatenate([[0.0], known]), np.concatenate([[0.0], values]))
+
+
+def placed(run: Run, diagnostics: Sequence[Mapping[str, Any]], axis: str) -> list[dict[str, Any]]:
+    """Returns the diagnostics with their position `x` on an axis, None where they have no step."""
+    steps = np.array([math.nan if each["step"] is None else each["step"] for each in diagnostics], np.float64)
+    return [{**each, "x": x} for each, x in zip(diagnostics, positions(run, steps, axis).tolist(), strict=True)]
+
+
+def mean_and_spread(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Computes the mean of curves at the positions of all of them, and their standard deviation.
+
+    Between its points a curve is interpolated linearly; beyond its ends it does not contribute.
+
+    Args:
+        curves: Positions [S] in order and values [S] of each curve, NaN where there is no value.
+
+    Returns:
+        x: [Q], positions.
+        means: [Q], means over the curves that extend to a position.
+        stds: [Q], standard deviations over the same curves, with a divisor of their number.
+    """
+    known = [(x[~np.isnan(y)], y[~np.isnan(y)]) for x, y in curves]
+    known = [(x, y) for x, y in known if len(x)]
+    if not known:
+        return np.zeros(0), np.zeros(0), np.zeros(0)
+    x = np.unique(np.concatenate([each for each, _ in known]))
+    values = np.stack([np.interp(x, own, y, left=np.nan, right=np.nan) for own, y in known])
+    return x, np.nanmean(values, axis=0), np.nanstd(values, axis=0)
+
+
+def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
+    """Computes the exponential moving average m_t = weight * m_{t-1} + (1 - weight) * y_t, divided by 1 - weight^t.
+
+    Args:
+        values: [S]; NaN stays NaN and does not contribute.
+        weight: Weight of the earlier values, in [0, 1).
+
+    Raises:
+        ValueError: The weight is out of range.
+
+    Source: the bias correction of Adam (Kingma and Ba 2015, section 3).
+    """
+    if not 0 <= weight < 1:
+        raise ValueError(f"the smoothing weight must be in [0, 1), got {weight}")
+    if weight == 0:
+        return values
+    mean, known = 0.0, 1.0
+    out = np.empty_like(values)
+    for index, value in enumerate(values.tolist()):
+        if math.isnan(value):
+            out[index] = value
+            continue
+        mean = weight * mean + (1 - weight) * value
+        known *= weight
+        out[index] = mean / (1 - known)
+    return out
+
+
+def thinned(x: np.ndarray, y: np.ndarray, num_points: int) -> tuple[np.ndarray, np.ndarray]:
+    """Downsamples a series to about `num_points` points, including the minimum and maximum of every interval.
+
+    Args:
+        x: [S], positions of the points.
+        y: [S], values of the points, NaN where there is none.
+        num_points: Maximum number of points; a shorter series is returned unchanged.
+    """
+    if len(x) <= num_points:
+        return x, y
+    size = math.ceil(len(x) / max(num_points // 2, 1))
+    rows = math.ceil(len(x) / size)
+    padded = np.full(rows * size, np.nan)
+    padded[: len(y)] = y
+    padded = padded.reshape(rows, size)
+    first = np.arange(rows) * size
+    lows = first + np.where(np.isnan(padded), np.inf, padded).argmin(axis=1)
+    highs = first + np.where(np.isnan(padded), -np.inf, padded).argmax(axis=1)
+    kept = np.unique(np.concatenate([[0, len(x) - 1], lows, highs]))
+    return x[kept], y[kept]
+
+
+def timeline(run: Run, last: float, num_steps: int) -> dict[str, Any]:
+    """Returns the phases of up to `num_steps` logged steps that end with the step `last`.
+
+    A step's phases follow each other: compilation, rollout, waiting for rewards, update. A run with `time/wait_s`
+    generates rollouts during updates; its steps wait for a rollout and update, and the rollouts lie in a lane of their
+    own, each ending when the step has received it. A line of several steps is one bar of each phase, with the mean of
+    its steps. Compilation takes place within the other phases; see `_phases`.
+
+    Returns:
+        lanes: Names of the lanes.
+        bars: Records with `step`, `lane`, `start_s` and `end_s`; seconds since the first step began.
+        is_ahead: Whether rollouts are generated during updates.
+    """
+    steps, step_s = run.series("step_time")
+    ends_s = np.cumsum(np.nan_to_num(np.diff(steps, prepend=0.0) * step_s))
+    is_ahead = WAIT_S in run.metric_names()
+    phases = _phases(run, steps, step_s)
+    rollout_s = _at(run, "time/rollout_s", steps)
+    bars: list[dict[str, Any]] = []
+    for index in np.flatnonzero(steps <= last)[-min(num_steps, MAX_STEPS) :].tolist():
+        at_s = float(ends_s[index]) - float(np.nan_to_num(step_s[index]))
+        for name, seconds in phases.items():
+            next_s = at_s + float(seconds[index])
+            bars.append({"step": float(steps[index]), "lane": name, "start_s": at_s, "end_s": next_s})
+            at_s = next_s
+            if is_ahead and name == "wait":
+                start_s = max(at_s - float(rollout_s[index]), 0.0)
+                bars.append({"step": float(steps[index]), "lane": "rollout", "start_s": start_s, "end_s": at_s})
+    lanes = ["rollout", *phases] if is_ahead else list(phases)
+    return {"lanes": lanes, "bars": [bar for bar in bars if bar["end_s"] > bar["start_s"]], "is_ahead": is_ahead}
+
+
+def shares(run: Run) -> list[dict[str, Any]]:
+    """Returns the total time of each phase of all steps, its share, and its median per step."""
+    steps, step_s = run.series("step_time")
+    gaps = np.diff(steps, prepend=0.0)
+    all_s = float(np.nansum(gaps * step_s)) or 1.0
+    found = []
+    for name, values in _phases(run, steps, step_s).items():
+        total_s, median_s = float((gaps * values).sum()), float(np.median(values)) if values.size else None
+        found.append({"phase": name, "total_s": total_s, "share": total_s / all_s, "median_s": median_s})
+    return found
+
+
+def _phases(run: Run, steps: np.ndarray, step_s: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns [S] the seconds of each phase of the steps, in the order in which they are shown.
+
+    A run logs how long a step compiled, and not in which phases: this time is taken from the phases in proportion to
+    what each took beyond its median.
+    """
+    names = AHEAD if WAIT_S in run.metric_names() else IN_SEQUENCE
+    times = {name: _at(run, f"time/{name}_s", steps) for name in names}
+    times["other"] = np.maximum(np.nan_to_num(step_s) - sum(times.values()), 0.0)
+    compile_s = _at(run, COMPILE_S, steps)
+    if not compile_s.any():
+        return times
+    logged = np.stack(list(times.values()))
+    excess = np.maximum(logged - np.median(logged, axis=1, keepdims=True), 0.0)
+    weights = np.where(excess.sum(axis=0) > 0, excess, logged)
+    taken = np.minimum(compile_s * weights / np.maximum(weights.sum(axis=0), 1e-12), logged)
+    return {"compile": taken.sum(axis=0), **dict(zip(times, logged - taken, strict=True))}
+
+
+def _at(run: Run, name: str, steps: np.ndarray) -> np.ndarray:
+    """Returns [S] a metric at these steps, 0 where it has no value."""
+    own, values = run.series(name)
+    found = np.zeros(len(steps))
+    _, places, others = np.intersect1d(steps, own, return_indices=True)
+    found[places] = np.nan_to_num(values[others])
+    return found
+
+
+class Distributions:
+    """The values of a run's completions at up to `MAX_MAPS` steps, read a few steps per call."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._values: dict[int, dict[str, np.ndarray]] = {}
+        self._generation = run.generation
+
+    def read(self) -> dict[str, Any]:
+        """Reads further steps for a limited time, and returns the heat maps of those read so far.
+
+        Returns:
+            steps: [S], steps in order.
+            num_steps: Number of steps that will be shown when all are read.
+            maps: By name the bin edges `edges` [B + 1], the fraction of the completions per step and bin `shares`
+                [S][B], and the quantiles of each step, `quantiles` [S][3].
+        """
+        chosen = spread_out(self._run.rollout_steps(), MAX_MAPS)
+        with self._lock:
+            if self._generation != self._run.generation:
+                self._values, self._generation = {}, self._run.generation
+            started_s = time.monotonic()
+            weights = self._run.reward_weights()
+            for step in chosen:
+                if step in self._values:
+                    continue
+                if time.monotonic() - started_s > BUDGET_S:
+                    break
+                try:
+                    self._values[step] = step_values(self._run.rollout_file(step), weights)
+                except ValueError:  # damaged, or removed in the meantime
+                    self._values[step] = {}
+            values = {step: self._values[step] for step in sorted(chosen) if step in self._values}
+        names = dict.fromkeys(name for each in values.values() for name in each)
+        maps = {name: heat_map([each.get(name, np.zeros(0)) for each in values.values()]) for name in names}
+        return {"steps": list(values), "num_steps": len(chosen), "maps": {k: v for k, v in maps.items() if v}}
+
+
+def spread_out(steps: Sequence[int], number: int) -> list[int]:
+    """Returns at most `number` of the steps, evenly spread: the ends first, then the middles between earlier ones."""
+    if len(steps) > number:
+        steps = [steps[round(index)] for index in np.linspace(0, len(steps) - 1, number)]
+    chosen: dict[int, None] = {}
+    parts = 1
+    while len(chosen) < len(steps):
+        chosen |= dict.fromkeys(np.linspace(0, len(steps) - 1, parts + 1).round().astype(int).tolist())
+        parts *= 2
+    return [steps[index] for index in chosen]
+
+
+def step_values(path: Path, weights: Sequence[float] | None) -> dict[str, np.ndarray]:
+    """Reads the values of a step's completions by name, without any text.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            rewards = [name for name in schema.names if name.startswith(REWARD)]
+            plain = [*rewards, *(["advantage"] if "advantage" in schema.names else [])]
+            table = file.read(columns=plain, use_threads=False)
+            columns = {name: floats(table.column(name)) for name in plain}
+            found = {"reward": weighted_total([columns[name] for name in rewards], weights, file.metadata.num_rows)}
+            found["length"] = completion_lengths(file, schema, file.metadata.num_rows).astype(np.float64)
+            if "advantage" in columns:
+                found["advantage"] = columns["advantage"]
+            if "entropies" in schema.names:
+                batches = file.iter_batches(batch_size=1024, columns=["entropies"], use_threads=False)
+                found["entropy"] = np.concatenate([row_means(batch.column(0)) for batch in batches] or [np.zeros(0)])
+            found |= {f"reward {name.removeprefix(REWARD)}": columns[name] for name in rewards if len(rewards) > 1}
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from error
+    return {name: _sampled(values) for name, values in found.items()}
+
+
+def row_means(lists: Any) -> np.ndarray:
+    """Returns the mean of each list, NaN for lists without a value."""
+    lengths = list_lengths(lists)
+    flat = np.asarray(lists.flatten().to_numpy(zero_copy_only=False), np.float64)
+    known = ~np.isnan(flat)
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    sums, counts = (np.concatenate([[0.0], np.cumsum(each)]) for each in (np.where(known, flat, 0.0), known))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (sums[ends] - sums[starts]) / (counts[ends] - counts[starts])
+
+
+def heat_map(steps: Sequence[np.ndarray]) -> Mapping[str, Any] | None:
+    """Returns the bin edges, the shares per step and bin, and quantiles per step; None without a value.
+
+    Values beyond the outermost quantiles of all steps count in the first and the last bin.
+    """
+    values = np.concatenate(steps) if steps else np.zeros(0)
+    if not values.size:
+        return None
+    low, high = (float(each) for each in np.quantile(values, OUTERMOST))
+    if low == high:
+        low, high = float(values.min()), float(values.max())
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    edges = np.linspace(low, high, NUM_BINS + 1)
+    shares = [np.histogram(np.clip(each, low, high), edges)[0] / max(len(each), 1) for each in steps]
+    quantiles = [np.quantile(each, SHOWN_QUANTILES).tolist() if each.size else [np.nan] * 3 for each in steps]
+    return {"edges": edges.tolist(), "shares": [np.round(each, 4).tolist() for each in shares], "quantiles": quantiles}
+
+
+def _sampled(values: np.ndarray) -> np.ndarray:
+    known = values[np.isfinite(values)]
+    if len(known) > MAX_VALUES:
+        known = known[np.linspace(0, len(known) - 1, MAX_VALUES).astype(int)]
+    return known.astype(np.float32).astype(np.float64)
