@@ -1,7 +1,8 @@
 """Fetch the chart library of `groupax view` from the npm registry: `python dev/vendor_uplot.py VERSION`.
 
-Its built files and its licence come to groupax/satellites/view/static/vendor, with their version and hashes in uPlot.json. Without
-a version, the recorded one is fetched again, and it is an error if it is not what was recorded. Needs npm.
+Its built files and its licence come to groupax/satellites/view/static/vendor, with their version and hashes in
+uPlot.json. Without a version, the recorded one is fetched again, and it is an error if it is not what was recorded.
+Needs npm.
 """
 
 import json
@@ -12,7 +13,7 @@ import tempfile
 from hashlib import sha256
 from pathlib import Path
 
-VENDOR = Path(__file__).parents[1] / "groupax" / "view" / "static" / "vendor"
+VENDOR = Path(__file__).parents[1] / "groupax" / "satellites" / "view" / "static" / "vendor"
 RECORD = VENDOR / "uPlot.json"
 FILES = {  # in the package: here
     "package/dist/uPlot.iife.min.js": "uPlot.iife.min.js",

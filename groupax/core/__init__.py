@@ -1,1 +1,1 @@
-"""What every other room stands on: settings, storage, records of rollouts, errors, text for terminals."""
+"""The foundation of all other rooms: settings, storage, records of rollouts, errors, text for terminals."""

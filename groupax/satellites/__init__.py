@@ -1,1 +1,1 @@
-"""Rooms that stand around the core and that it never imports: the page of runs, replays, plans, launchers, environments."""
+"""Rooms around the core, which never imports them: the page of runs, replays, plans, launchers, environments."""

@@ -37,7 +37,7 @@ from groupax.satellites.view.server import make_server
 from groupax.satellites.view.token_values import TokenTexts
 from groupax.satellites.view.why import exact_shares
 
-STATIC = Path(__file__).parents[2] / "groupax" / "view" / "static"
+STATIC = Path(__file__).parents[2] / "groupax" / "satellites" / "view" / "static"
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202etxt.exe<img src=x onerror=alert(2)>\x00"
 NUM_STEPS, G = 6, 4
 LONG = "ü" * 600_000  # 1.2 MB in one line

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from groupax.core.settings.fields import nearest
 
-PACKAGE = Path(__file__).parents[1]  # has the recipes' models
+PACKAGE = Path(__file__).parents[2]  # has the recipes' models
 ADAPTER_NAME = "adapter_config.json"  # marks a folder as an adapter's
 RECORDS = "groupax"  # folder with a run's records in a folder that other programs write to
 # Files to download from a hub repository: models, adapters and tokenizers, but not a second copy of the weights in

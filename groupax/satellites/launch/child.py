@@ -1,4 +1,7 @@
-"""A program that receives SIGTERM when its launcher is gone: python -m groupax.satellites.launch.child PARENT_PID COMMAND."""
+"""A program that receives SIGTERM when its launcher is gone.
+
+`python -m groupax.satellites.launch.child PARENT_PID COMMAND`
+"""
 
 import ctypes
 import os

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from groupax.core.errors import PREEMPTED, PreemptedError, RunError, require
+from groupax.core.errors import PREEMPTED, PreemptedError, RunError
 from groupax.parallel.accelerators import Slice, tpu_slice
+from groupax.parallel.processes import connect_to_ray
 from groupax.satellites.launch.local import Stop, attempt
 from groupax.satellites.launch.program import (
     Outcome,
@@ -146,7 +147,7 @@ def execute(
 
         @functools.wraps(plain)
         def on_all_hosts(*args: Any, **kwargs: Any) -> list[Any]:
-            connect()
+            connect_to_ray()
             outcome: Outcome[list[Any]] = run_with_retries(
                 lambda: _attempt(config, functools.partial(plain, *args, **kwargs), retries.grace_s),
                 retries,
@@ -237,24 +238,6 @@ def _check(environment: Mapping[str, Any], **counts: int) -> None:
 
 def _print(text: str) -> None:
     print(f"groupax: {text}", flush=True)
-
-
-def connect(address: str | None = None, working_dir: Path | None = None) -> None:
-    """Connects to a cluster as a driver, unless this process is connected.
-
-    Args:
-        address: Address of the cluster; None for the cluster of this machine, or a new one on it.
-        working_dir: Folder that is copied to all hosts.
-
-    Raises:
-        ValueError: ray is not installed.
-    """
-    require("ray", "running on a cluster of ray")
-    import ray
-
-    if not ray.is_initialized():
-        runtime_env = None if working_dir is None else {"working_dir": str(working_dir)}
-        ray.init(address=address, runtime_env=runtime_env)
 
 
 class _Host:
@@ -471,7 +454,7 @@ def launch_on_ray(command: Ray, argv: Sequence[str], log: Callable[[str], None])
     config = config_of(command)
     program_of(argv)
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # show a line that several hosts print for each of them
-    connect(command.address, command.working_dir)
+    connect_to_ray(command.address, command.working_dir)
     import ray
 
     try:

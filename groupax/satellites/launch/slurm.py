@@ -3,8 +3,8 @@
 The script relies on three facts about SLURM. A `--signal` without "B:" goes to all tasks and not to the script: before
 the time limit the trainers receive SIGTERM, save their state and end with status 75, and the job requeues itself.
 SIGTERM sent to srun would kill its tasks, so the script never uses it to request a stop. After a node failure or a
-preemption by another job, SLURM requeues the job. It waits for its servers by `python -m groupax.satellites.launch.slurm SECONDS
-http://host:port ...`. Imports no jax.
+preemption by another job, SLURM requeues the job. It waits for its servers by
+`python -m groupax.satellites.launch.slurm SECONDS http://host:port ...`. Imports no jax.
 """
 
 import re
