@@ -20,6 +20,7 @@ from typing import Any
 
 from groupax.core.errors import require
 from groupax.parallel.preemption import RolloutCancelled
+from groupax.parallel.processes import connect_to_ray
 from groupax.rewards.contract import Reward
 
 NO_ACCELERATOR = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # accelerators are the trainers'
@@ -74,10 +75,8 @@ def check_sendable(rewards: Iterable[Reward], kind: str) -> None:
 
 def _ray_tasks() -> tuple[Callable[..., "Future[Any]"], Callable[[], None]]:
     """Returns functions like `start_workers`, for tasks with one core and no accelerator, which are never retried."""
-    from groupax.satellites.launch.ray_functions import connect
-
     handler = signal.getsignal(signal.SIGTERM)  # it requests a run to stop, and Ray replaces it
-    connect()
+    connect_to_ray()
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
     import ray

@@ -11,7 +11,7 @@ from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.fields import CompatWarning
 from groupax.compat.trl.base import BaseTrainer
 from groupax.compat.trl.policy import own_generate
-from groupax.compat.trl.streams import evaluation_rows, training_rows
+from groupax.compat.trl.streams import check_streams, evaluation_rows, training_rows
 from groupax.events import RunEnded, RunStarted, StepEnded
 from tests.training.test_trainer import PROMPTS, count_a
 
@@ -57,8 +57,8 @@ def test_metrics_and_the_state_are_printed_and_saved_as_by_transformers(tmp_path
     reports.log_metrics("train", {"train_runtime": 3723.456, "train_loss": 0.123456})
     assert capsys.readouterr().out.splitlines() == [
         "***** train metrics *****",
-        "  train_loss    =     0.1235",
-        "  train_runtime = 1:02:03.46",
+        "  train_loss = 0.1235",
+        "  train_runtime = 3723.456",
     ]
     reports.save_metrics("train", {"train_loss": 0.5})
     reports.save_metrics("eval", {"eval_loss": float("nan")})
@@ -71,19 +71,19 @@ def test_metrics_and_the_state_are_printed_and_saved_as_by_transformers(tmp_path
 
 
 def test_what_a_stream_cannot_be_used_for_is_refused():
-    def reader(**settings):
-        return Streams(trl.GRPOConfig("out", **settings), 1)
+    def rows(stream, **settings):
+        args = trl.GRPOConfig("out", **settings)
+        return training_rows(stream, args, args.schedule())
 
     stream = datasets.IterableDataset.from_generator(lambda: ({"prompt": str(index)} for index in range(1)))
     with pytest.raises(ValueError, match="set max_steps"):
-        reader().training_rows(stream)
+        rows(stream)
     with pytest.raises(ValueError, match="has 1 rows, fewer than the 2 prompts of a generation"):
-        reader(max_steps=3, per_device_train_batch_size=16).training_rows(stream)
+        rows(stream, max_steps=3, per_device_train_batch_size=16)
     with pytest.warns(CompatWarning):
-        dispatching = reader(max_steps=3, accelerator_config={"dispatch_batches": True})
+        dispatching = trl.GRPOConfig("out", accelerator_config={"dispatch_batches": True})
     with pytest.raises(ValueError, match="require `dispatch_batches=False`"):
-        dispatching.training_rows(stream)
-    assert reader().training_rows(PROMPTS) is PROMPTS
+        check_streams(dispatching, PROMPTS, {"a": stream})
     assert evaluation_rows({"a": stream, "b": PROMPTS}) == {"a": [{"prompt": "0"}], "b": PROMPTS}
 
 

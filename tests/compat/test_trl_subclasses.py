@@ -43,8 +43,8 @@ class Adding(trl.GRPOTrainer):
 
 
 @pytest.mark.heavy
-def test_overrides_of_rewards_and_of_the_log_take_part(folder, tmp_path):
-    trainer = trainer_of(Doubled, folder, tmp_path)
+def test_an_override_of_the_log_takes_part(folder, tmp_path):
+    trainer = trainer_of(Adding, folder, tmp_path)
     trainer.train()
     assert [line["own/metric"] for line in trainer.state.log_history] == [7.5, 7.5, 7.5]
     assert trainer.state.log_history[0]["note"] == "text"

@@ -20,7 +20,7 @@ from groupax.engine.prompt_logps import compile_for, score
 from groupax.engine.sampling import History, changed_logits, row_keys, sample, uniforms
 from groupax.engine.sequence import find_stop, text_before_stop
 from groupax.engine.session import Session
-from groupax.episodes.play import play_episodes
+from groupax.episodes.play import Prompts, play_episodes
 from groupax.models.decoder import logits
 from groupax.models.weights.quantize import decoding_params
 from groupax.parallel.mesh import AXES

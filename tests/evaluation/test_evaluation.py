@@ -33,6 +33,7 @@ from groupax.evaluation.paired import mcnemar, paired_difference
 from groupax.rewards.maths import last_boxed
 from groupax.rewards.resolve import resolve_rewards
 from groupax.trainer import TrainResult
+from tests.episodes.mcp_server import counts
 from tests.training.test_trainer import PROMPTS, a_trainer, count_a, lines_of
 
 

@@ -28,9 +28,10 @@ from groupax.data.tokenizer import load_tokenizer
 from groupax.models.flops import find_config
 from groupax.models.weights.saving import source_folders
 from groupax.rewards.model import RewardModel
-from groupax.runs.model_card import derived_card, license_of, run_card
+from groupax.runs.model_card import Trained, derived_card, license_of, run_card
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
+from tests.launch.seed_documents import replaced
 from tests.training.test_trainer import a_trainer
 
 PACKAGE = Path(groupax.__file__).parent
@@ -135,6 +136,16 @@ def both(*changes):
             each(folder)
 
     return change
+
+
+def rules(**parts):
+    """Gives the tokenizer other rules."""
+    return config("tokenizer.json", **parts)
+
+
+def replaced(*patterns):
+    """Returns rules of which each replaces a pattern by a thousand "a"."""
+    return [{"type": "Replace", "pattern": {"String": each}, "content": "a" * 1000} for each in (*patterns, *"aaa")]
 
 
 def linked(name, target="/etc/passwd"):

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from contextlib import closing
 from types import SimpleNamespace
 
 import jax

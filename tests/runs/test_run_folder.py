@@ -92,42 +92,12 @@ def test_where_files_cannot_be_locked_a_run_goes_on_with_a_warning(tmp_path, mon
         RunLock(tmp_path).release()
 
 
-def remove(run):
-    shutil.rmtree(run)
-
-
-def remove_parts(run):
-    for name in ("metrics.jsonl", "config.json"):
-        (run / name).unlink()
-    for name in ("checkpoints", "rollouts", "tokenizer"):
-        shutil.rmtree(run / name)
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("lose", [remove, remove_parts, lambda run: run.rename(run.with_name("moved"))])
-def test_a_folder_that_is_lost_is_told_once_and_costs_neither_checkpoints_nor_the_model(
-    tmp_path, caplog, monkeypatch, lose
-):
-    monkeypatch.setattr(states, "TIMES_WAIT", 0.0)
-    monkeypatch.setattr(states, "LEAST_S", 0.0)
-    done = []
-
-    def losing(completion_ids, trainer_state):
-        if trainer_state.step == 3 and not done:
-            done.append(lose)
-            trainer.run.saver.writer.wait()
-            trainer.run.saver.states.writer.wait()
-            lose(tmp_path / "run")
-        return count_a(completion_ids)
-
-    trainer = a_trainer(tmp_path, losing, max_steps=6, save_steps=2, reward_scope="rollout")
-    trainer.train()
-    run = tmp_path / "run"
-    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [4, 5, 6]
-    assert (run / "rollouts" / "step_000006.parquet").exists()
-    assert damage(run / "checkpoints" / "step_000006") is None
-    assert load_model(run / "model").config.vocab_size == 13
-    assert caplog.text.count("were deleted or moved") == 1
+def test_a_run_whose_folder_is_lost_stops(tmp_path):
+    folder = started_folder(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(RunError, match="run cannot be written to: it was deleted or moved during the run"):
+        folder.write_metrics({"step": 2.0})
+    folder.unlock()
 
 
 def test_a_run_whose_place_is_taken_ends_and_leaves_the_other_alone(tmp_path):

@@ -7,6 +7,7 @@ import shlex
 import shutil
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
 from groupax import GRPOConfig
@@ -18,7 +19,7 @@ from groupax.events import EventStream
 from groupax.recipes import load_recipe
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
-from groupax.runs.report.contents import contents_of
+from groupax.runs.report.contents import contents_of, time_split
 from groupax.runs.report.page import curve, write_run_report
 from groupax.runs.report.record import read_run
 from tests.training.test_trainer import a_trainer, count_a

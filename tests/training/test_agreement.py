@@ -19,7 +19,7 @@ from groupax.models.execution import DIRECT
 from groupax.parallel.mesh import num_data_shards
 from groupax.training.batch import pack
 from groupax.training.packing import plan_micro_batches
-from groupax.training.step import score, shard_batch
+from groupax.training.step import StepSettings, score, shard_batch
 from tests.conftest import LATENTS, TINY, rest_heavy
 
 # The agreement is promised of the programs that users have.

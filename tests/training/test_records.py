@@ -11,7 +11,7 @@ import pytest
 from groupax.core.errors import InfrastructureError
 from groupax.core.settings.rollouts import EpisodeSettings
 from groupax.core.settings.sampling import SamplingParams
-from groupax.episodes.play import play_episodes
+from groupax.episodes.play import Prompts, play_episodes
 from groupax.episodes.record import Question, Record, remove_records
 from groupax.episodes.rules import make_rules
 from groupax.runs.folder import RunFolder
