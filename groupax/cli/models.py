@@ -1,7 +1,7 @@
 """Commands for what is on disk: models, checkpoints and reports of runs. Each imports only the modules it needs."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -194,6 +194,7 @@ def checkpoints(arguments: Sequence[str]) -> None:
     command = parsed(Checkpoints, "checkpoints", arguments)
 
     from groupax.runs.checkpoints.choose import split_path, store_of
+    from groupax.runs.checkpoints.store import damage
 
     run, step = split_path(command.run_dir)
     with tempfile.TemporaryDirectory() as scratch:
@@ -204,56 +205,41 @@ def checkpoints(arguments: Sequence[str]) -> None:
         chosen = command.step if command.step is not None else step
         if chosen is not None and chosen not in steps:
             raise ValueError(f"{run} has no checkpoint of step {chosen}; it has {', '.join(map(str, steps))}")
-        CHECKPOINT_ACTIONS[command.action](store, chosen, command)
+        match command.action:
+            case "list":
+                for each in steps:
+                    print(_about_checkpoint(each, store.state(each)))
+                print(f"\nto check their files: groupax checkpoints {command.run_dir} verify")
+            case "verify":
+                found = {each: damage(store.local(each)) for each in steps}
+                for each, fault in found.items():
+                    print(printable(f"step {each:6d}  {'whole' if fault is None else f'DAMAGED: {fault}'}"))
+                if num_damaged := sum(fault is not None for fault in found.values()):
+                    raise ValueError(f"{num_damaged} of {len(found)} checkpoints in {command.run_dir} are damaged")
+            case "delete":
+                if chosen is None:
+                    raise ValueError(f"which one? groupax checkpoints {command.run_dir} delete STEP")
+                store.delete(chosen)
+                print(f"deleted {store.where(chosen)}")
+            case "export":
+                from groupax.runs.checkpoints.export import export
+
+                if command.to is None:
+                    raise ValueError("where to? give --to FOLDER")
+                chosen = steps[-1] if chosen is None else chosen
+                folder = export(store, chosen, command.to)
+                print(f"the model of {store.where(chosen)} is in {folder}")
 
 
-def _list_checkpoints(store: Any, _: int | None, command: Checkpoints) -> None:
-    for step in store.steps():
-        state = store.state(step)
-        metrics = state.get("metrics", {})
-        shown = (name for name in ("reward", "eval_reward", "loss", "eval_loss", "kl") if name in metrics)
-        values = "  ".join(f"{name} {metrics[name]:.4g}" for name in shown)
-        where = "within the updates on a rollout" if state.get("rollout") is not None else ""
-        line = f"step {step:6d}  {state.get('saved_at') or 'state.json cannot be read'}  {values}  {where}"
-        print(printable(line.rstrip()))
-    print(f"\nto check their files: groupax checkpoints {command.run_dir} verify")
-
-
-def _verify_checkpoints(store: Any, _: int | None, command: Checkpoints) -> None:
-    from groupax.runs.checkpoints.store import damage
-
-    found = {step: damage(store.local(step)) for step in store.steps()}
-    for step, fault in found.items():
-        print(printable(f"step {step:6d}  {'whole' if fault is None else f'DAMAGED: {fault}'}"))
-    num_damaged = sum(fault is not None for fault in found.values())
-    if num_damaged:
-        raise ValueError(f"{num_damaged} of {len(found)} checkpoints in {command.run_dir} are damaged")
-
-
-def _delete_checkpoint(store: Any, step: int | None, command: Checkpoints) -> None:
-    if step is None:
-        raise ValueError(f"which one? groupax checkpoints {command.run_dir} delete STEP")
-    store.delete(step)
-    print(f"deleted {store.where(step)}")
-
-
-def _export_checkpoint(store: Any, step: int | None, command: Checkpoints) -> None:
-    from groupax.runs.checkpoints.export import export
-
-    if command.to is None:
-        raise ValueError("where to? give --to FOLDER")
-    chosen = store.steps()[-1] if step is None else step
-    folder = export(store, chosen, command.to)
-    print(f"the model of {store.where(chosen)} is in {folder}")
-
-
-# The actions of `groupax checkpoints` by name.
-CHECKPOINT_ACTIONS = {
-    "list": _list_checkpoints,
-    "verify": _verify_checkpoints,
-    "delete": _delete_checkpoint,
-    "export": _export_checkpoint,
-}
+def _about_checkpoint(step: int, state: Mapping[str, Any]) -> str:
+    """Returns a line about a checkpoint by its `state.json`."""
+    metrics = state.get("metrics", {})
+    shown = (name for name in ("reward", "eval_reward", "loss", "eval_loss", "kl") if name in metrics)
+    values = "  ".join(f"{name} {metrics[name]:.4g}" for name in shown)
+    where = "within the updates on a rollout" if state.get("rollout") is not None else ""
+    return printable(
+        f"step {step:6d}  {state.get('saved_at') or 'state.json cannot be read'}  {values}  {where}".rstrip()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,13 +45,10 @@ class Range:
         return inside or (self.also is not None and number == self.also)
 
     def __str__(self) -> str:
-        low, high, also = (f"{each:,}" if isinstance(each, int) else f"{each:g}" for each in self._bounds)
+        bounds = self.low, self.high, 0 if self.also is None else self.also
+        low, high, also = (f"{each:,}" if isinstance(each, int) else f"{each:g}" for each in bounds)
         limits = f"at least {low} and below {high}" if self.is_open else f"between {low} and {high}"
         return ("" if self.also is None else f"{also} or ") + (f"at least {low}" if self.high == math.inf else limits)
-
-    @property
-    def _bounds(self) -> tuple[int | float, int | float, int | float]:
-        return self.low, self.high, 0 if self.also is None else self.also
 
 
 def setting(default: Any, *, resume: Resume = "explicit", **metadata: Any) -> Any:
