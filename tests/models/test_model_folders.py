@@ -31,7 +31,6 @@ from groupax.rewards.model import RewardModel
 from groupax.runs.model_card import Trained, derived_card, license_of, run_card
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
-from tests.launch.seed_documents import replaced
 from tests.training.test_trainer import a_trainer
 
 PACKAGE = Path(groupax.__file__).parent

@@ -104,32 +104,32 @@ WITHOUT_JAX = [
 # Lines of Python by room. A room that must grow gets its number raised in the same commit, with the reason in
 # dev/LOG.md; one that has shrunk gets it lowered.
 LINES = {
-    "__init__": 100,
+    "__init__": 90,
     "__main__": 10,
-    "cli": 2790,
-    "compat": 7010,
-    "core": 3800,
-    "data": 3960,
-    "engine": 4760,
+    "cli": 2470,
+    "compat": 5000,
+    "core": 3730,
+    "data": 3710,
+    "engine": 4720,
     "episodes": 3460,
-    "evaluation": 1010,
+    "evaluation": 990,
     "events": 210,
-    "models": 10420,
-    "objective": 1110,
-    "parallel": 2010,
-    "recipes": 1130,
-    "rewards": 4950,
-    "rollouts": 800,
-    "runs": 7410,
-    "satellites": 11470,
-    "serve": 5410,
+    "models": 10340,
+    "objective": 1100,
+    "parallel": 1920,
+    "recipes": 1120,
+    "rewards": 4300,
+    "rollouts": 790,
+    "runs": 6890,
+    "satellites": 8970,
+    "serve": 4850,
     "sft": 370,
     "tools": 1280,
     "trainer": 540,
-    "training": 2430,
+    "training": 2400,
 }
-TEST_LINES = 44300
-FILES = 350
+TEST_LINES = 33050
+FILES = 334
 MODULES = 202  # that groupax.trainer imports, also inside of functions
 
 

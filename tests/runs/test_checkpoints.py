@@ -20,6 +20,7 @@ from groupax.evaluation.evaluate import Evaluation
 from groupax.evaluation.items import ONLY_SET
 from groupax.parallel.collectives import weights_digest
 from groupax.parallel.mesh import AXES
+from groupax.runs.checkpoints import writer
 from groupax.runs.checkpoints.choose import readable_checkpoints
 from groupax.runs.checkpoints.store import LocalStore, RemoteStore, damage, seal
 from tests.conftest import TINY
