@@ -25,7 +25,6 @@ from groupax.engine.scheduler import Demand
 from groupax.engine.sequence import Sampler
 from groupax.episodes.custom import as_rollout_function
 from groupax.episodes.record import FOLDER as RECORDS
-from groupax.evaluation.estimates import Estimate
 from groupax.evaluation.evaluate import Evaluation, evaluate, find_correctness_reward
 from groupax.events import Listener, PhaseStarted, StepStarted, TokenScores, ignore
 from groupax.models.weights.checkpoint import Model
@@ -35,6 +34,7 @@ from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.resolve import check_columns, resolve_weights
 from groupax.rewards.runner import RewardRunner
 from groupax.rollouts.collector import Collector, Episodes, Scoring
+from groupax.rollouts.estimates import Estimate
 from groupax.rollouts.pipeline import Pipeline, Policy
 from groupax.rollouts.state import Cursor, Experience, UpdateSchedule, update_schedule
 from groupax.runs.build import (

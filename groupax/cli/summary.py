@@ -13,11 +13,11 @@ from groupax.core.settings.sampling import SamplingParams
 from groupax.core.terminal.printable import one_line, printable
 from groupax.core.types import Metrics, Prompt
 from groupax.data.tokenizer import is_conversational, last_text
-from groupax.evaluation.completions import first_and_last
-from groupax.evaluation.estimates import Estimate
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.evaluation.items import Comparison, compare, write_items
 from groupax.evaluation.paired import PairedDifference, p_text
+from groupax.rollouts.completions import first_and_last
+from groupax.rollouts.estimates import Estimate
 from groupax.runs.progress.display import sparkline
 from groupax.runs.report.page import thinned
 from groupax.sft import SFTResult

@@ -12,9 +12,9 @@ from typing import Any
 from groupax.compat.fields import warn
 from groupax.core.settings.fields import nearest
 from groupax.core.types import Metrics
-from groupax.evaluation.completions import window_mean
 from groupax.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepEnded, StepStarted
 from groupax.rewards.calls import check_name
+from groupax.rollouts.completions import window_mean
 
 # Metrics of a step that the last line of a log, which is about the whole run, has not.
 OF_ONE_STEP = ("loss", "grad_norm", "learning_rate")

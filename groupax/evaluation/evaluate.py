@@ -10,13 +10,13 @@ from groupax.core.types import Metrics, Rollout
 from groupax.data.prompts import PromptSet
 from groupax.engine.sequence import Sampler
 from groupax.episodes.play import Prompts, play_episodes
-from groupax.evaluation.completions import completion_metrics, episode_metrics, logged_metrics, with_logged
-from groupax.evaluation.estimates import Estimate
 from groupax.evaluation.items import ACCURACY_REWARDS, ONLY_SET, Item, estimates, make_items
 from groupax.events import Emit, counted, ignore
 from groupax.rewards.contract import Reward
 from groupax.rewards.scoring import Scored, score_groups
 from groupax.rollouts.collector import Episodes, Scoring
+from groupax.rollouts.completions import completion_metrics, episode_metrics, logged_metrics, with_logged
+from groupax.rollouts.estimates import Estimate
 
 
 @dataclass(frozen=True, eq=False)

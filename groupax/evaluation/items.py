@@ -15,11 +15,11 @@ from groupax.core.storage.folders import MAX_LOG_BYTES, read_file
 from groupax.core.types import Rollout
 from groupax.data.images import named
 from groupax.episodes.as_json import messages_as_json, turns_as_json
-from groupax.evaluation.estimates import Estimate, majority_at_k, mean_share, mean_value, pass_at_k, powers_up_to
 from groupax.evaluation.paired import PairedDifference, paired_difference
 from groupax.rewards.answers import final_number, number_text
 from groupax.rewards.maths import last_boxed
 from groupax.rewards.text import final_part
+from groupax.rollouts.estimates import Estimate, majority_at_k, mean_share, mean_value, pass_at_k, powers_up_to
 
 ONLY_SET = "eval"  # name of a single evaluation set without a name
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from groupax.evaluation.estimates import STUDENT, Estimate, Z, mean_value
+from groupax.rollouts.estimates import STUDENT, Estimate, Z, mean_value
 
 BONETT_PRICE = "bonett-price"  # see `paired_difference`
 MCNEMAR = "mcnemar, exact"

@@ -21,15 +21,6 @@ from groupax.engine.sequence import PolicySampler, Sampler
 from groupax.episodes.play import Prompts, play_episodes
 from groupax.episodes.record import Record
 from groupax.episodes.rules import Rules
-from groupax.evaluation.completions import (
-    completion_metrics,
-    episode_metrics,
-    logged_metrics,
-    reward_metrics,
-    solved_metrics,
-    trl_zero_std_frac,
-    with_logged,
-)
 from groupax.events import Emit, PhaseStarted, counted, ignore
 from groupax.objective.advantages import (
     Advantages,
@@ -43,6 +34,15 @@ from groupax.parallel import processes
 from groupax.rewards.contract import reward_matrix, turn_reward_matrices
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
+from groupax.rollouts.completions import (
+    completion_metrics,
+    episode_metrics,
+    logged_metrics,
+    reward_metrics,
+    solved_metrics,
+    trl_zero_std_frac,
+    with_logged,
+)
 from groupax.rollouts.state import Cursor, Experience, Group, UpdateSchedule
 from groupax.training.adapters import PolicyLearner
 

@@ -15,10 +15,10 @@ from groupax.core.storage.buckets import RemoteFolder, is_remote
 from groupax.core.storage.folders import MAX_LOG_BYTES, read_file
 from groupax.core.types import Metrics, Rollout
 from groupax.episodes.record import FOLDER as RECORDS
-from groupax.evaluation.completions import json_numbers
 from groupax.evaluation.items import Item, write_items
 from groupax.events import Emit, Message, TokenScores, ignore
 from groupax.models.vision.processing import write_processor
+from groupax.rollouts.completions import json_numbers
 from groupax.runs.files import (
     LOCK,
     METRICS,

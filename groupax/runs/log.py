@@ -11,7 +11,6 @@ import numpy as np
 from groupax.core.config import RunConfig
 from groupax.core.settings.run import RolloutLogSettings
 from groupax.core.types import Metrics, Rollout
-from groupax.evaluation.completions import merge_rollouts, window_mean, with_logged
 from groupax.events import (
     Diagnosed,
     Emit,
@@ -26,6 +25,7 @@ from groupax.events import (
 )
 from groupax.parallel import processes
 from groupax.parallel.runtime import compilation
+from groupax.rollouts.completions import merge_rollouts, window_mean, with_logged
 from groupax.runs.diagnostics import Diagnose, Diagnostics, step_diagnostics
 from groupax.runs.folder import RunFolder
 from groupax.runs.trackers.sink import Trackers

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from groupax.evaluation.completions import is_measured
+from groupax.rollouts.completions import is_measured
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import VOCAB_SIZE
 from tests.runs.test_resume import Killed

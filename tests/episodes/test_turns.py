@@ -15,7 +15,6 @@ import pytest
 from groupax import init_model
 from groupax.core.settings.objective import MaskSettings, ObjectiveSettings
 from groupax.core.types import FAILURES, TRUNCATIONS, CallRecord, EpisodeEnd, Rollout, Row, Turn
-from groupax.evaluation.completions import completion_metrics
 from groupax.events import TokenScores
 from groupax.models.decoder import logits
 from groupax.models.execution import DIRECT
@@ -23,6 +22,7 @@ from groupax.parallel.mesh import num_data_shards
 from groupax.rewards.lengths import cosine_length, soft_overlong
 from groupax.rewards.text import completion_text
 from groupax.rollouts.collector import masked_ends, row_of
+from groupax.rollouts.completions import completion_metrics
 from groupax.rollouts.state import Experience
 from groupax.runs.checkpoints.record import read_rollout, write_rollout
 from groupax.runs.folder import RunFolder

@@ -10,7 +10,6 @@ import pytest
 
 from groupax.cli.summary import show, write_report
 from groupax.core.settings.sampling import SamplingParams
-from groupax.evaluation.estimates import majority_at_k, mean_share, mean_value, pass_at_k, t_quantile
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation, find_correctness_reward
 from groupax.evaluation.items import (
     ACCURACY_REWARDS,
@@ -32,6 +31,7 @@ from groupax.evaluation.items import (
 from groupax.evaluation.paired import mcnemar, paired_difference
 from groupax.rewards.maths import last_boxed
 from groupax.rewards.resolve import resolve_rewards
+from groupax.rollouts.estimates import majority_at_k, mean_share, mean_value, pass_at_k, t_quantile
 from groupax.trainer import TrainResult
 from tests.episodes.mcp_server import counts
 from tests.training.test_trainer import PROMPTS, a_trainer, count_a, lines_of

@@ -17,12 +17,12 @@ from groupax.core.settings.objective import (
     ObjectiveSettings,
     RolloutCorrection,
 )
-from groupax.evaluation.completions import reward_metrics
 from groupax.objective.advantages import group_advantages
 from groupax.objective.aggregation import Denominators, seq_mean_token_sum_norm, token_mean
 from groupax.objective.losses import LOSSES, ppo_clip_loss
 from groupax.objective.objective import LossInputs, policy_objective, zero_metrics
 from groupax.objective.ratios import ESTIMATORS, RATIOS
+from groupax.rollouts.completions import reward_metrics
 from tests.conftest import assert_trees_match, rest_heavy
 
 NAN = float("nan")

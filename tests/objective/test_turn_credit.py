@@ -15,7 +15,6 @@ from groupax.compat import trl
 from groupax.core.settings.objective import ObjectiveSettings
 from groupax.core.settings.rollouts import RewardSettings
 from groupax.core.types import FAILURES, Rollout, Turn
-from groupax.evaluation.completions import completion_metrics, episode_metrics, reward_metrics
 from groupax.events import RolloutScored, StepEnded
 from groupax.objective.advantages import (
     find_advantage_estimator,
@@ -30,6 +29,7 @@ from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import score_groups
 from groupax.rollouts.collector import row_of
+from groupax.rollouts.completions import completion_metrics, episode_metrics, reward_metrics
 from tests.compat.test_compat import folder  # noqa: F401 - a fixture
 from tests.episodes.test_episodes import Conversation, train
 from tests.episodes.test_turns import an_episode, one_turn

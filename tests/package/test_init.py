@@ -75,18 +75,8 @@ def test_values_of_flags_cannot_end_their_line(tmp_path):
     assert read["beta"] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--model", "./modle"], "./modle is neither a model folder nor a hub id of the form 'owner/name'; there is"),
-        (["--dataset", "promts.jsonl"], "train_dataset: there is no file promts.jsonl; did you mean prompts.jsonl?"),
-        (["--eval_dataset", "hard=x.csv"], "eval_dataset 'hard': there is no file x.csv"),
-        (["--modle", "x"], "there is no flag --modle; did you mean --model?"),
-    ],
-)
-def test_init_refuses_what_train_would_not_find(argv, message, tmp_path, monkeypatch, capsys):
+def test_init_refuses_an_unknown_flag(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "prompts.jsonl").write_text("{}")
-    assert main(["init", "run.yaml", *argv]) == 2
-    assert capsys.readouterr().err.startswith(f"groupax init: {message}")
+    assert main(["init", "run.yaml", "--modle", "x"]) == 2
+    assert capsys.readouterr().err.startswith("groupax init: there is no flag --modle; did you mean --model?")
     assert not (tmp_path / "run.yaml").exists()

@@ -8,9 +8,9 @@ import pytest
 
 from groupax import init_model, save_model
 from groupax.core.settings.sampling import SamplingParams
-from groupax.evaluation.estimates import Estimate
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.evaluation.items import Item
+from groupax.rollouts.estimates import Estimate
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 

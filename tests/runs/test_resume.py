@@ -20,8 +20,8 @@ import pytest
 
 from groupax import init_model, save_model
 from groupax.core.errors import PREEMPTED, PreemptedError
-from groupax.evaluation.completions import is_measured
 from groupax.parallel.mesh import AXES
+from groupax.rollouts.completions import is_measured
 from groupax.runs.checkpoints import writer
 from groupax.runs.checkpoints.arrays import read_on_host
 from tests.conftest import TINY

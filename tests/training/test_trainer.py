@@ -11,7 +11,7 @@ from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model, load_mo
 from groupax.core.errors import RewardError
 from groupax.core.types import Row
 from groupax.engine.core import EngineCore
-from groupax.evaluation.completions import is_measured, window_mean
+from groupax.rollouts.completions import is_measured, window_mean
 from tests.conftest import TINY, assert_trees_match
 from tests.data.test_config_and_data import a_tokenizer
 

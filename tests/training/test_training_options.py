@@ -12,7 +12,6 @@ import pytest
 from groupax import GRPOConfig, init_model
 from groupax.compat.trl.batches import TRLBatchTrainer, trl_schedule
 from groupax.core.errors import DivergedError, RunError
-from groupax.evaluation.completions import solved_metrics
 from groupax.events import (
     CheckpointSaved,
     Diagnosed,
@@ -29,6 +28,7 @@ from groupax.events import (
 from groupax.models.flops import forward_flops
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params
+from groupax.rollouts.completions import solved_metrics
 from tests.conftest import TINY, assert_trees_match, rest_heavy, steps_started
 
 from .test_trainer import PROMPTS, a_trainer, count_a, lines_of, trained, updates_of

@@ -12,8 +12,8 @@ from groupax import Step, tool
 from groupax.core.settings.sampling import SamplingParams
 from groupax.episodes.as_json import DTYPES, branches_as_json, branches_from_json
 from groupax.episodes.branches import SampledTurn, rollout_of
-from groupax.evaluation.completions import episode_metrics
 from groupax.evaluation.items import make_items
+from groupax.rollouts.completions import episode_metrics
 from groupax.runs.folder import RunFolder
 from tests.episodes.test_episodes import TOKENIZER, call, played
 

@@ -20,12 +20,12 @@ from groupax.core.storage.buckets import is_remote
 from groupax.core.storage.hub import push_folder
 from groupax.core.storage.replacing import check_disjoint
 from groupax.core.types import Metrics
-from groupax.evaluation.completions import json_numbers
 from groupax.events import Event
 from groupax.models.weights.saving import source_folders
 from groupax.parallel import processes
 from groupax.parallel.runtime import configure_jax
 from groupax.rewards.calls import check_name
+from groupax.rollouts.completions import json_numbers
 
 # Methods of TRL's trainer that groupax never calls, by what to do instead.
 _REFUSED_BY_REMEDY = {

@@ -14,12 +14,12 @@ from groupax.compat.trl.policy import ModelSampler
 from groupax.core.settings.sampling import SamplingParams
 from groupax.core.types import Metrics, Rollout, Row
 from groupax.engine.sequence import Sampler
-from groupax.evaluation.completions import reward_metrics, trl_zero_std_frac
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.events import TokenScores
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.contract import reward_matrix
 from groupax.rollouts.collector import advantages_of, masked_ends, row_of
+from groupax.rollouts.completions import reward_metrics, trl_zero_std_frac
 from groupax.rollouts.state import Cursor, Experience, UpdateSchedule
 from groupax.runs.build import eval_params
 from groupax.runs.checkpoints.fingerprint import Identity

@@ -22,9 +22,9 @@ from groupax.core.terminal.printable import one_line, printable
 from groupax.core.terminal.tables import SAMPLE_COLUMNS, Fitting, empty_table, output_console, stacked
 from groupax.core.types import Metrics, Rollout
 from groupax.data.tokenizer import last_text
-from groupax.evaluation.completions import json_numbers
 from groupax.events import Diagnosed, Evaluated, Event, Message, PhaseStarted
 from groupax.parallel import processes
+from groupax.rollouts.completions import json_numbers
 from groupax.runs.progress.display import (
     Progress,
     TimeLeft,

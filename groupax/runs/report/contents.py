@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 from groupax.core.terminal.printable import printable
-from groupax.evaluation.completions import first_and_last
 from groupax.evaluation.paired import p_text
+from groupax.rollouts.completions import first_and_last
 from groupax.runs.diagnostics import Severity, severity_of
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import headline

@@ -10,9 +10,9 @@ import numpy as np
 from groupax.core.settings.objective import MultiObjectiveAggregation, ScaleRewards
 from groupax.core.settings.run import MetricDefinitions
 from groupax.core.types import TRUNCATIONS, EpisodeEnd, Metrics, Rollout, Turn
-from groupax.evaluation.estimates import pass_at_k, powers_up_to
 from groupax.objective.advantages import Advantages
 from groupax.rewards.scoring import Scored
+from groupax.rollouts.estimates import pass_at_k, powers_up_to
 
 
 def completion_metrics(rollouts: Sequence[Rollout]) -> Metrics:
