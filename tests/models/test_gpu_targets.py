@@ -9,13 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from groupax.satellites.planning.kernels import (
-    Buffer,
-    GpuProgram,
-    bytes_by_kind,
-    parse_temporaries,
-    parse_thunks,
-)
 
 from groupax.parallel.accelerators import GPU_FLAGS, GPU_MEMORY_FRAC, GPUS, GpuHosts, gpu_hosts
 from groupax.parallel.runtime import _use_most_of_a_gpu
@@ -241,11 +234,6 @@ def metadata(thunks, names):
     return "\n".join(entries)
 
 
-@pytest.fixture
-def chunk():
-    return GpuProgram(HLO, parse_thunks(THUNKS, metadata(THUNKS, NAMES)))
-
-
 def test_a_step_is_an_iteration_with_its_smallest_branches(chunk):
     step, others = chunk.work(loop_steps=32)
     # the comparison, three kernels in a graph, the two of the sort, and the copy in a slice
@@ -253,29 +241,6 @@ def test_a_step_is_an_iteration_with_its_smallest_branches(chunk):
     assert step.host_visits == 2, "for the loop's end and for the branch"
     assert step.dispatches == 5
     assert (others.num_launches, others.host_visits, others.dispatches) == (1, 0, 1)
-
-
-def test_loops_of_known_length_count_as_often_as_they_run_and_need_no_host():
-    known = HLO.replace("condition=%cond, body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"32"}}')
-    program = GpuProgram(known, parse_thunks(THUNKS, metadata(THUNKS, NAMES)))
-    step, others = program.work(loop_steps=32)
-    assert (step.num_launches, step.host_visits) == (7, 1)
-    assert others.num_launches == 1
-    whole, others = program.work(loop_steps=8)
-    assert whole.num_launches == 1 + 32 * 7
-    assert whole.host_visits == 32, "for each of its branches"
-    assert others.num_launches == 0
-
-
-def test_what_is_in_a_graph_is_launched_at_once():
-    lines = THUNKS.splitlines()
-    in_graph = "000: kCommandBuffer [source | sink] \n" + "\n".join(
-        line if line == "condition:" else f"    {line}" for line in lines
-    )
-    names = metadata(in_graph, NAMES)
-    step, others = GpuProgram(HLO, parse_thunks(in_graph, names)).work(32)
-    assert (step.num_launches, step.host_visits, step.dispatches) == (7, 0, 0)
-    assert (others.num_launches, others.dispatches) == (1, 1)
 
 
 DUMP = """BufferAssignment:
@@ -290,15 +255,3 @@ allocation 8: size 4, thread-local:
 
 Total bytes used: 5000
 """
-
-
-def test_temporary_arrays_are_read_from_a_dump():
-    assert parse_temporaries(DUMP) == [Buffer((10, 20), 0, 400), Buffer((3, 25), 300, 300)]
-    assert parse_temporaries("") == []
-
-
-def test_each_byte_belongs_to_the_largest_array_that_is_there():
-    buffers = parse_temporaries(DUMP)
-    assert bytes_by_kind(buffers, str) == {"(10, 20)": 400, "(3, 25)": 200}
-    assert bytes_by_kind(buffers[::-1], lambda _: "all") == {"all": 600}
-    assert bytes_by_kind([], str) == {}

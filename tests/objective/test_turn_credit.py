@@ -30,7 +30,7 @@ from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import score_groups
 from groupax.rollouts.collector import row_of
 from groupax.rollouts.completions import completion_metrics, episode_metrics, reward_metrics
-from tests.compat.test_compat import folder  # noqa: F401 - a fixture
+from tests.compat.conftest import folder  # noqa: F401 - a fixture
 from tests.episodes.test_episodes import Conversation, train
 from tests.episodes.test_turns import an_episode, one_turn
 from tests.training.test_trainer import PROMPTS, a_trainer, trained

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from groupax.satellites.replay.causes import parsed_condition, to_blame
 
 from groupax import bisect_run, init_model
-from groupax.satellites.replay.bisect import bisected
+from groupax.satellites.replay.bisect import bisected, parsed_condition
 from groupax.satellites.replay.influence import influence_of
 from groupax.satellites.replay.recorded import recorded_run
 from groupax.satellites.replay.session import settings_of
@@ -103,7 +102,7 @@ def test_a_reward_that_was_flipped_once(tmp_path):
     assert "the completions of step 4 were not kept" in text
 
 
-def test_a_metric_of_the_settings_has_no_rows(tmp_path):
+def test_a_condition_that_holds_in_the_first_step_or_in_none(tmp_path):
     trainer = a_trainer(tmp_path, letters, **SETTINGS | {"max_steps": 2})
     trainer.train()
     bisection, text = found(tmp_path, trainer, "learning_rate > 0.001", makes())
@@ -111,27 +110,6 @@ def test_a_metric_of_the_settings_has_no_rows(tmp_path):
     assert "step 1 is computed as recorded" in text
     with pytest.raises(ValueError, match=r"holds in no step up to 2: kl is .* to "):
         found(tmp_path, trainer, "kl > 100", makes())
-
-
-@pytest.mark.parametrize(
-    ("values", "holds", "before", "expected"),
-    [
-        ([0.1, 0.1, 1.2, 1.3], [0, 0, 1, 1], 0.1, (2, 1.1 / 1.2)),  # one update did it
-        ([4.1, 4.5, 6.1, 6.7], [0, 0, 1, 1], 0.02, (4, None)),  # its own rows, although a threshold of 5 is crossed
-        ([4.1, 4.5, 6.1, 6.7], [0, 0, 1, 1], None, (2, 1.6 / 2.6)),  # nothing is known of the line before
-        ([0.8, 1.1, 1.5, 2.0], [0, 0, 0, 1], 1.6, (3, 0.5 / 1.2)),  # a drift
-        ([None, None], [1, 1], 0.1, (2, None)),
-        ([0.1, None], [0, 1], 0.1, (1, None)),
-        ([3.0], [1], None, (1, None)),
-        ([3.0], [1], 0.1, (1, None)),
-        ([0.9, 0.85, 0.1], [0, 0, 1], 0.9, (2, 0.75 / 0.8)),  # a metric that falls
-    ],
-)
-def test_a_step_is_blamed_for_the_rise_that_it_has(values, holds, before, expected):
-    of_step = dict(enumerate(values, 1))
-    step, rise = to_blame(of_step, {step: bool(each) for step, each in enumerate(holds, 1)}, before)
-    assert step == expected[0]
-    assert rise == (None if expected[1] is None else pytest.approx(expected[1]))
 
 
 @pytest.mark.drawn(2, "sabotage")
@@ -143,6 +121,22 @@ def test_a_learning_rate_spike(tmp_path):
     bisection, text = found(tmp_path, trainer, "kl > 0.5", makes())
     assert (bisection.step, bisection.parted.step) == (4, 3)
     assert "update     DIFFERS: learning_rate 1 in the run, 0.01 now" in text
+
+
+@pytest.mark.drawn(2, "sabotage")
+@pytest.mark.heavy
+def test_a_poisoned_prompt(tmp_path):
+    def reward(prompts, completion_ids, log_extra):
+        scores = letters(prompts, completion_ids, log_extra)
+        return [300.0 * score if prompt == "fed" else score for prompt, score in zip(prompts, scores, strict=True)]
+
+    trainer = a_trainer(tmp_path, reward, **SETTINGS)
+    trainer.train()
+    bisection, _ = found(tmp_path, trainer, "grad_norm > 5", makes(reward))
+    assert bisection.parted is None
+    shares = bisection.shares
+    first = max(zip(shares.influence.shares, shares.completions, strict=True))[1]
+    assert shares.rollouts[first].prompt == "fed"
 
 
 @pytest.mark.drawn(2, "sabotage")

@@ -2,17 +2,18 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
-from groupax.satellites.replay.causes import parsed_condition
 
 from groupax import init_model, replay_step
 from groupax.cli.main import main
 from groupax.episodes.record import NOT_RECORDED, Question, Record, remove_records
 from groupax.runs.step_record import STAGES, parsed_records
-from groupax.satellites.replay.bisect import first_line
-from groupax.satellites.replay.outcome import comparison
+from groupax.satellites.replay.bisect import first_line, parsed_condition
+from groupax.satellites.replay.outcome import changes, comparison
 from groupax.satellites.replay.recorded import recorded_run
+from groupax.satellites.replay.session import stage_of
 from groupax.tools.results import ToolResult
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
@@ -70,6 +71,12 @@ def test_every_step_is_the_same_again(tmp_path, settings):
         assert again(run, step).is_equal, step
 
 
+@pytest.mark.heavy
+@pytest.mark.parametrize("stage", ["reward", "advantage", "loss", "update"])
+def test_earlier_stages_are_taken_from_the_record(run, stage):
+    assert again(run, 2, stage=stage).is_equal
+
+
 def test_a_reward_that_differs_is_named(run):
     outcome = again(run, 2, flipped, stage="reward")
     assert not outcome.is_equal
@@ -78,6 +85,13 @@ def test_a_reward_that_differs_is_named(run):
     assert by_name["rollout"].is_equal
     assert "letters of row 1 (group 0, sample 1)" in by_name["reward"].text
     assert not by_name["update"].is_equal
+
+
+@pytest.mark.heavy
+def test_a_row_of_the_dataset_that_changed_is_named(run):
+    changed = [{**row, "gold": "x"} if row["prompt"] == "ge" else row for row in PROMPTS]
+    found = [again(run, step, data=changed).stages[0] for step in (1, 2)]
+    assert sum(len(stage.places) for stage in found) == 1  # two steps visit every row once
 
 
 @pytest.mark.heavy
@@ -132,6 +146,25 @@ def test_a_run_that_was_continued_with_other_settings(tmp_path, caplog):
 
 @pytest.mark.drawn(3, "replays")
 @pytest.mark.heavy
+def test_settings_that_change_within_a_rollout(tmp_path):
+    run = a_run(tmp_path, max_steps=8, save_steps=3, save_total_limit=0, updates_per_rollout=4, prompts_per_step=1)
+    a_run(
+        tmp_path,
+        resume=str(run / "checkpoints" / "step_000006"),
+        max_steps=8,
+        updates_per_rollout=4,
+        prompts_per_step=1,
+        learning_rate=1e-3,
+    )
+    assert [*recorded_run(run).changes] == [6]
+    for step in (5, 6, 7, 8):
+        assert again(run, step).is_equal, step
+    shutil.rmtree(run / "checkpoints")
+    assert again(run, 8).is_equal
+
+
+@pytest.mark.drawn(3, "replays")
+@pytest.mark.heavy
 def test_a_run_that_starts_from_another_run(tmp_path):
     origin = a_run(tmp_path / "a", max_steps=4, save_steps=2)
     (tmp_path / "b").mkdir()
@@ -154,6 +187,7 @@ def test_a_change_is_compared_with_the_run(run):
     assert lines[0] == "step 2 under changes, from its update on"
     assert any(line.split() == ["learning_rate", "0.01", "0.001"] for line in lines)
     assert 0 < outcome.moves[1] < outcome.moves[0] / 5  # what a smaller rate does
+    assert any(line.startswith("  kl of the update  ") for line in lines)
     assert "  no log-prob of a token that is the same in both differs" in lines
     with pytest.raises(ValueError, match="learning_rat"):
         again(run, 2, changes={"learning_rat": 1e-3})
@@ -162,7 +196,18 @@ def test_a_change_is_compared_with_the_run(run):
 
 
 @pytest.mark.heavy
-def test_rewards_and_weights_may_differ_too(run):
+def test_tokens_whose_log_prob_changes_are_shown_with_their_text(run):
+    outcome = again(run, 3, changes={"temperature": 2.0})
+    then = recorded_run(run).table(3)
+    same = {**outcome.columns, "trainer_logps": [[x - 0.5 for x in each] for each in then["trainer_logps"]]}
+    same["completion_ids"] = then["completion_ids"]
+    lines = [*changes(replace(outcome, columns=same))]
+    shown = lines[next(i for i, line in enumerate(lines) if line.split()[:1] == ["row"]) + 1].split()
+    assert shown[-1].startswith('"')
+
+
+@pytest.mark.heavy
+def test_rewards_may_differ_too(run):
     outcome = again(run, 3, other_rewards=flipped)
     assert outcome.stages[1].is_equal
     assert not outcome.stages[2].is_equal
@@ -171,6 +216,8 @@ def test_rewards_and_weights_may_differ_too(run):
             again(run, 3, changes={name: value})
     short = again(run, 3, changes={"max_completion_length": 4})
     assert max(map(len, short.columns["completion_ids"])) <= 4
+    same = again(run, 3, changes={})
+    assert same.is_equal
     assert again(run, 3, changes={}, stage="data").is_equal
 
 
@@ -181,6 +228,20 @@ def test_the_shares_of_rows_are_kept_for_the_page(run):
     content = json.loads((run / "why" / "step_000002.json").read_bytes())
     assert sum(row["share"] for row in content["rows"]) == pytest.approx(1.0)
     assert "rows of step 2 by their share of the gradient:" in str(outcome)
+
+
+def test_the_arguments_of_a_trainer_may_have_names(run):
+    model, tokenizer = init_model(ONE_LAYER, seed=0), a_tokenizer(eos_token="<eos>")
+    given = {"model": model, "reward_funcs": letters, "train_dataset": PROMPTS, "processing_class": tokenizer}
+    assert replay_step(run, 1, **given, stage="loss").is_equal
+    with pytest.raises(TypeError, match="got 3 positions"):
+        replay_step(run, 1, model, letters, None, train_dataset=PROMPTS)
+
+
+def test_a_setting_changes_the_stages_from_its_own_on():
+    names = ("temperature", "learning_rate", "beta", "scale_rewards", "reward_weights", "max_turns")
+    assert [*map(stage_of, names)] == ["rollout", "loss", "loss", "advantage", "advantage", "rollout"]
+    assert [*map(stage_of, ("max_completion_length", "stop", "top_k"))] == ["rollout"] * 3
 
 
 def test_a_step_that_is_not_there_is_refused(run, tmp_path, capsys):
@@ -199,25 +260,24 @@ def test_conditions_on_metrics_are_parsed():
     assert condition.holds({"kl": 0.0, "loss": 0.0, "grad_norm": None})
     assert not condition.holds({"kl": 2.0, "loss": 0.0})
     assert not condition.holds({"kl": None, "loss": -1.0})
-    for text in ("kl", "kl > 1 and", "__import__('os') > 1", "kl > 1.1.1"):
+    for text in ("kl", "kl > x", "kl > 1 and", "__import__('os') > 1", "kl > 1; 2", "kl > 1.1.1"):
         with pytest.raises(ValueError, match="is no condition on metrics"):
             parsed_condition(text)
     lines = [{"step": 2.0, "kl": 0.1}, {"step": 4.0, "kl": 3.0}]
     assert first_line(lines, parsed_condition("kl > 1")) == (4, 2)
-    for given, text, message in (
-        (lines, "kl > 9", "holds in no step up to 4"),
-        (lines, "kll > 9", r"no metric 'kll' in its metrics\.jsonl; did you mean kl\?"),
-        ([{"step": 2.0, "loss": 0.1}], "kl > 1", "it is logged where beta is not 0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            first_line(given, parsed_condition(text))
+    with pytest.raises(ValueError, match="holds in no step up to 4"):
+        first_line(lines, parsed_condition("kl > 9"))
+    with pytest.raises(ValueError, match=r"no metric 'kll' in its metrics\.jsonl; did you mean kl\?"):
+        first_line(lines, parsed_condition("kll > 9"))
+    with pytest.raises(ValueError, match="it is logged where beta is not 0"):
+        first_line([{"step": 2.0, "loss": 0.1}], parsed_condition("kl > 1"))
 
 
 def test_records_survive_damaged_lines(run):
     text = (run / "record.jsonl").read_bytes()
     records = parsed_records(b"{}\n" + text + b'{"step": 9, "da')
     assert sorted(records) == [1, 2, 3, 4]
-    assert records[2].step == 2
+    assert json.loads(records[2].line())["step"] == 2
     assert len(text) < 4 * 2000
 
 

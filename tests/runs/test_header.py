@@ -6,9 +6,9 @@ import shutil
 import subprocess
 
 import pytest
-from groupax.runs.process import commit_of
 
 from groupax.cli.main import main
+from groupax.runs.header import commit_of
 from groupax.satellites.view.overview import overview
 from groupax.satellites.view.runs import Run
 from tests.training.test_trainer import a_trainer, count_a
