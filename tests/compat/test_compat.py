@@ -226,7 +226,7 @@ def test_settings_of_launchers_become_a_mesh(settings, mesh):
 
 def test_the_replacement_of_launchers_is_reported():
     whole = init_model(TINY, mesh=make_mesh())
-    with pytest.warns(CompatWarning, match=r"fsdp=.*\(1,4,1,1,1\) over the 4"):
+    with pytest.warns(CompatWarning, match=r"fsdp: .*no further options .*over the 4 devices .*= \(1,4,1,1,1\)"):
         trl.GRPOConfig(fsdp="full_shard").warn_about_mesh(reshard(whole, make_mesh((1, 4, 1, 1, 1))))
 
 

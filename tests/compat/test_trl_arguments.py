@@ -57,7 +57,7 @@ def test_arguments_of_loading_that_change_the_model_are_refused():
     config = hf.BitsAndBytesConfig(load_in_8bit=True)
     assert resolved("owner/name", config)[1] is resolved("owner/name", quantization_config=config)[1] is config
     for quantized, kwargs, message in (
-        (None, {"subfolder": "model"}, "subfolder='model' is not supported: download the repository"),
+        (None, {"subfolder": "model"}, "has 'subfolder'.*load the model with transformers and pass the object"),
         (None, {"rope_scaling": {"factor": 2.0}}, "has 'rope_scaling'.*load the model with transformers and pass the"),
         (config, {"quantization_config": config}, "quantization_config is given twice"),
     ):

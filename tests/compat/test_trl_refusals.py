@@ -38,15 +38,12 @@ def test_an_argument_that_cannot_be_honoured_is_refused_with_the_remedy(folder, 
         trl.GRPOTrainer(str(folder), args=config, **given)
 
 
-def test_attributes_of_the_arguments_are_there_or_refused_with_the_remedy():
-    config = trl.GRPOConfig(warmup_steps=0.1)
-    assert (config.world_size, config.process_index, config.n_gpu, str(config.device)) == (1, 0, 0, "cpu")
-    assert (config.train_batch_size, config.get_warmup_steps(15)) == (8, 2)
-    with config.main_process_first(desc="map"):
-        pass
-    for name in trl.GRPOConfig.ABSENT:
-        with pytest.raises(AttributeError, match=f"GRPOConfig has no {name}: "):
-            getattr(config, name)
+def test_what_scripts_read_of_the_arguments():
+    config = trl.GRPOConfig()
+    assert (config.world_size, config.process_index, config.local_process_index, config.n_gpu) == (1, 0, 0, 0)
+    assert (str(config.device), config.get_process_log_level()) == ("cpu", 20)
+    assert config.should_log
+    assert config.should_save
 
 
 def test_every_field_takes_part_warns_or_is_refused():

@@ -78,7 +78,6 @@ def test_an_override_that_only_the_script_calls_is_refused_where_the_run_would(n
 
 def test_methods_that_only_scripts_call(folder, tmp_path):
     trainer = trainer_of(trl.GRPOTrainer, folder, tmp_path)
-    assert trainer.get_num_trainable_parameters() > 1000
     callback = object()
     trainer.add_callback(callback)
     trainer.remove_callback(callback)

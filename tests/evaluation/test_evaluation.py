@@ -33,7 +33,6 @@ from groupax.rewards.maths import last_boxed
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rollouts.estimates import majority_at_k, mean_share, mean_value, pass_at_k, t_quantile
 from groupax.trainer import TrainResult
-from tests.episodes.mcp_server import counts
 from tests.training.test_trainer import PROMPTS, a_trainer, count_a, lines_of
 
 
@@ -305,6 +304,7 @@ def test_a_verdict_without_progress_says_where_to_look(tmp_path, solved, rewards
         for items in ([an_item(str(index), [index < num]) for index in range(num_items)] for num in solved)
     )
     lines = [{"step": float(step), "reward": reward} for step, reward in enumerate([rewards[0], None, rewards[1]])]
+    counts = {"used": 1, "dropped": 0, "truncated": 0}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     show(write_report(before, after, TrainResult(2, 1.0, 1.0, {}), counts, tmp_path))
     assert capsys.readouterr().out.splitlines()[1] == "mean reward by step"

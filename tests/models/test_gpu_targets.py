@@ -234,15 +234,6 @@ def metadata(thunks, names):
     return "\n".join(entries)
 
 
-def test_a_step_is_an_iteration_with_its_smallest_branches(chunk):
-    step, others = chunk.work(loop_steps=32)
-    # the comparison, three kernels in a graph, the two of the sort, and the copy in a slice
-    assert step.num_launches == 7
-    assert step.host_visits == 2, "for the loop's end and for the branch"
-    assert step.dispatches == 5
-    assert (others.num_launches, others.host_visits, others.dispatches) == (1, 0, 1)
-
-
 DUMP = """BufferAssignment:
 allocation 0: size 4096, parameter 0, shape |f32[1024]| at ShapeIndex {}:
  value: <1 weights @0> (size=4096,offset=0): f32[1024]{0}

@@ -7,7 +7,6 @@ import shlex
 import shutil
 from html.parser import HTMLParser
 
-import numpy as np
 import pytest
 
 from groupax import GRPOConfig
@@ -19,7 +18,7 @@ from groupax.events import EventStream
 from groupax.recipes import load_recipe
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
-from groupax.runs.report.contents import contents_of, time_split
+from groupax.runs.report.contents import contents_of
 from groupax.runs.report.page import curve, write_run_report
 from groupax.runs.report.record import read_run
 from tests.training.test_trainer import a_trainer, count_a
@@ -88,10 +87,10 @@ def test_numbers_are_those_of_the_metrics(run, report):
     lines = [line for line in metrics_of(run) if "loss" in line]
     assert record.num_steps == 4
     assert record.total("step_time") == pytest.approx(sum(line["step_time"] for line in lines))
-    [cost] = [row[1] for row in contents_of(record, 3600.0).summary if row[0] == "cost"]
+    [cost] = [row[1] for row in contents_of(record, 3600.0)["summary"] if row[0] == "cost"]
     assert cost.startswith(f"{record.total('step_time'):,.2f} at 3600 per machine hour")
     assert cost in report[1]
-    [curve_of_rewards] = [each for each in contents_of(record).curves if each.title == "reward"]
+    [curve_of_rewards] = [each for each in contents_of(record)["curves"] if each.title == "reward"]
     assert curve_of_rewards.series["reward"] == [line["reward"] for line in lines]
     evaluations = [line for line in metrics_of(run) if "eval_reward" in line]
     [rewards] = [row[1:] for row in contents_of(record)["evaluations"] if row[0] == "reward"]
@@ -114,8 +113,6 @@ def test_the_seconds_of_a_rollout_count_once_however_many_steps_are_made_on_it(t
     lines = metrics_of(tmp_path)
     assert [line["time/rollout_s"] for line in lines] == [3.0, 0.0, 0.0, 6.0]
     assert [line["reward"] for line in lines] == [0.5] * 4
-    split = time_split(read_run(tmp_path))
-    assert (split["sampling"], split["waiting for rewards"], split["update"]) == (9.0, 3.0, 2.0)
 
 
 def test_the_same_prompts_are_shown_early_and_late(run, tmp_path):
@@ -155,21 +152,15 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert "has not come to a logged step" in capsys.readouterr().err
 
 
-def test_a_curve_goes_through_its_values_leaves_gaps_and_keeps_extremes():
+def test_a_curve_goes_through_its_values_and_leaves_gaps():
     drawn = curve("a <title>", [1.0, 2.0, 3.0, 4.0], {"x": [0.0, 1.0, float("nan"), 0.5]})
     first, second = re.findall(r'<polyline points="([^"]+)"', drawn)
     assert first.split() == ["0.0,140.0", "140.0,0.0"], "y points down"
     assert second == "420.0,70.0"
     assert 'aria-label="a &lt;title&gt;: x, from 0 to 1"' in drawn
-    [points] = re.findall(r'points="([^"]+)"', drawn)
-    (_, low), (_, high) = (map(float, point.split(",")) for point in points.split())
-    assert low > high, "y points down"
-    values = np.random.default_rng(0).normal(size=10_000)
-    values[7654] = 100.0
-    drawn = curve("t", [float(step) for step in range(10_000)], {"x": values.tolist()})
-    assert len(drawn) < 20_000
-    ys = [float(point.split(",")[1]) for point in re.findall(r'points="([^"]+)"', drawn)[0].split()]
-    assert min(ys) == 10.0
+    assert "<small>0 to 1, steps 1 to 4</small>" in drawn
+    assert len(curve("t", [*map(float, range(10_000))], {"x": [0.0, 1.0] * 5000})) < 10_000
+    assert curve("t", [1.0], {"x": [float("nan")]}) == ""
 
 
 def test_a_report_names_what_was_trained_on_what_and_the_command(tmp_path):

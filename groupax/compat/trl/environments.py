@@ -9,11 +9,12 @@ import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from groupax.data.chat import join_text_parts
 from groupax.episodes.environment import EnvironmentClass
-from groupax.tools.tool import Tool, tools_from, tools_of
+from groupax.tools.tool import Step, Tool, tools_from, tools_of
 
 RESERVED = ("reset", "get_reward")  # methods that are no tools
 PLACEHOLDER = [{"role": "user", "content": ""}]  # prompt of an environment that brings its own
@@ -66,6 +67,16 @@ class Pool:
         return found
 
 
+@dataclass(frozen=True)
+class TextTool(Tool):
+    """A tool whose results become texts as in TRL, once it is bound to its environment."""
+
+    def bind(self, owner: Any) -> Tool:
+        """Returns the tool of one environment."""
+        bound = super().bind(owner)
+        return replace(bound, function=_returning_text(bound.function))
+
+
 class Agents:
     """The tools and environments that a trainer of TRL is given.
 
@@ -104,7 +115,10 @@ class Agents:
     @property
     def tools(self) -> list[Tool]:
         """The tools that are not methods of environments, as groupax takes them."""
-        return [replace(tool, parallel=tool.parallel or tool.is_async) for tool in tools_from(self._tools).values()]
+        return [
+            replace(tool, function=_returning_text(tool.function), parallel=tool.parallel or tool.is_async)
+            for tool in tools_from(self._tools).values()
+        ]
 
     @property
     def reward_classes(self) -> list[type]:
@@ -189,11 +203,11 @@ def owned_reward(environment_class: type) -> Callable[..., Any]:
     return function
 
 
-def _tools_of(environment_class: type) -> dict[str, Tool]:
+def _tools_of(environment_class: type) -> dict[str, TextTool]:
     """Returns the public methods of a class as tools, sorted by name as in TRL."""
     tools = tools_of(environment_class, public=True, reserved=RESERVED)
     functions = [name for name in sorted(tools) if inspect.isfunction(getattr(environment_class, name))]
-    return {name: tools[name] for name in functions}
+    return {name: TextTool(**vars(tools[name])) for name in functions}
 
 
 def _as_class(name: str, pool: Pool, dropped: set[str]) -> EnvironmentClass:
@@ -226,3 +240,34 @@ def _as_class(name: str, pool: Pool, dropped: set[str]) -> EnvironmentClass:
         reward_name=cls.__name__ if gives_reward else None,
         starts_alike=False,
     )
+
+
+def _returning_text(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function whose results are texts as TRL writes them."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def call_async(**arguments: Any) -> Any:
+            return _text_of(await function(**arguments))
+
+        return call_async
+
+    @functools.wraps(function)
+    def call(**arguments: Any) -> Any:
+        return _text_of(function(**arguments))
+
+    return call
+
+
+def _text_of(result: Any) -> Any:
+    """Returns the text of a tool's result; a `Step` remains one.
+
+    Raises:
+        ValueError: It has parts that are no texts, which the model cannot read.
+    """
+    if isinstance(result, Step):
+        return result
+    is_content = isinstance(result, list) and bool(result)
+    if is_content and all(isinstance(part, Mapping) and "type" in part for part in result):
+        return join_text_parts(result, "the result")
+    return str(result)
