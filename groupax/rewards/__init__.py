@@ -3,13 +3,8 @@
 import importlib
 from typing import Any
 
-# Public name -> its module.
-_PUBLIC = {
-    "RewardError": "groupax.core.errors",
-    "RewardModel": "groupax.rewards.model",
-    "TrainerState": "groupax.core.types",
-    "with_columns": "groupax.rewards.resolve",
-    "BUILTIN_REWARDS": "groupax.rewards.resolve",
+# The built-in rewards, which YAML files and the command line know by these names: their modules.
+BUILTIN_REWARDS = {
     "code_tests": "groupax.rewards.code",
     "cosine_length": "groupax.rewards.lengths",
     "gsm8k_accuracy": "groupax.rewards.maths",
@@ -24,8 +19,15 @@ _PUBLIC = {
     "xml_count": "groupax.rewards.formats",
     "xml_format": "groupax.rewards.formats",
 }
+_PUBLIC = {
+    "RewardError": "groupax.core.errors",
+    "RewardModel": "groupax.rewards.model",
+    "TrainerState": "groupax.core.types",
+    "with_columns": "groupax.rewards.resolve",
+    **BUILTIN_REWARDS,
+}
 
-__all__ = sorted(_PUBLIC)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted({*_PUBLIC, "BUILTIN_REWARDS"})  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

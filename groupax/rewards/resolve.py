@@ -15,40 +15,11 @@ import numpy as np
 from groupax.core.errors import require
 from groupax.core.settings.fields import nearest
 from groupax.core.settings.references import import_attribute, parse_call
+from groupax.rewards import BUILTIN_REWARDS
 from groupax.rewards.code import code_tests
 from groupax.rewards.contract import BATCH_ARGS, EXTRA_ARGS, SINGLE_ARGS, ModelReward, Reward
-from groupax.rewards.formats import (
-    integer_answer,
-    regex_match,
-    think_answer_correct,
-    think_answer_format,
-    think_format,
-    xml_count,
-    xml_format,
-)
-from groupax.rewards.lengths import cosine_length, repetition_penalty, soft_overlong
-from groupax.rewards.maths import gsm8k_accuracy, math_accuracy
 from groupax.rewards.sandbox import check_sandbox
 
-# The built-in rewards by name, for YAML files and the command line.
-BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        code_tests,
-        cosine_length,
-        gsm8k_accuracy,
-        integer_answer,
-        math_accuracy,
-        regex_match,
-        repetition_penalty,
-        soft_overlong,
-        think_answer_correct,
-        think_answer_format,
-        think_format,
-        xml_count,
-        xml_format,
-    )
-}
 OF_MATH = ("math_accuracy", "cosine_length")  # rewards that need the extra `math`
 
 
@@ -125,7 +96,7 @@ def find_reward(reference: str) -> Any:
     if name in BUILTIN_REWARDS:
         if name in OF_MATH:
             require("math", f"the reward {name}", is_imported=False)
-        function: Any = BUILTIN_REWARDS[name]
+        function: Any = import_attribute("reward", f"{BUILTIN_REWARDS[name]}:{name}")
     else:
         if ":" not in name:
             raise ValueError(

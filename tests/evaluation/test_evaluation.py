@@ -104,7 +104,7 @@ def test_answers_are_read(read, text, answer):
 
 def test_accuracy_rewards_exist():
     from groupax.recipes.countdown import countdown_correct
-    from groupax.rewards.resolve import BUILTIN_REWARDS
+    from groupax.rewards import BUILTIN_REWARDS
 
     assert {*ACCURACY_REWARDS} <= {*BUILTIN_REWARDS, countdown_correct.__name__}
     rewards = resolve_rewards([count_a, "gsm8k_accuracy"], ["answer"])
