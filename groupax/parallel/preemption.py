@@ -20,6 +20,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from groupax.core.errors import PreemptedError
@@ -64,6 +65,7 @@ class PreemptionHandler:
         self._is_cancellable = False
         self._signaled_s: float | None = None
         self._handlers: dict[int, Any] = {}
+        self._hook = sys.unraisablehook
         self._requests: queue.SimpleQueue[None] = queue.SimpleQueue()  # whose `put` may interrupt itself
         self._closed = threading.Event()
 
@@ -71,6 +73,7 @@ class PreemptionHandler:
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, self._handle) for number in stop_signals()}
             self._handlers[WAKE] = signal.signal(WAKE, self._cancel)
+            self._hook = keep_stops()
             threading.Thread(target=self._insist, name="stop", daemon=True).start()
         if self.watch_metadata:
             threading.Thread(target=watch, args=(self._notice, self._closed), name="maintenance", daemon=True).start()
@@ -79,6 +82,8 @@ class PreemptionHandler:
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._requests.put(None)
+        if self._handlers:
+            sys.unraisablehook = self._hook
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
         self._handlers = {}
@@ -156,6 +161,36 @@ def is_raised(kind: type[BaseException]) -> bool:
     while error is not None and not isinstance(error, kind):
         error = error.__context__
     return error is not None
+
+
+def keep_stops() -> Callable[["sys.UnraisableHookArgs"], Any]:
+    """Sets a `sys.unraisablehook`, after which no request to stop the main thread is lost; returns the previous one.
+
+    Python calls it with exceptions that destructors and callbacks of the garbage collector have let pass.
+    If the handler of a signal raised one there, it is called again as soon as the code below reaches another line.
+    """
+    previous = sys.unraisablehook
+
+    def hook(lost: "sys.UnraisableHookArgs") -> None:
+        number = WAKE if isinstance(lost.exc_value, RolloutCancelled) else signal.SIGINT
+        is_stop = isinstance(lost.exc_value, (RolloutCancelled, KeyboardInterrupt))
+        if not is_stop or threading.current_thread() is not threading.main_thread():
+            previous(lost)
+            return
+        tracer = sys.gettrace()
+
+        def handle_again(*_: object) -> None:
+            sys.settrace(tracer)
+            signal.raise_signal(number)
+
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            frame.f_trace = handle_again
+            frame = frame.f_back
+        sys.settrace(lambda *_: None)  # without which no frame is traced
+
+    sys.unraisablehook = hook
+    return previous
 
 
 def leave_closed_terminal() -> None:
