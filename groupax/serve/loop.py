@@ -40,7 +40,10 @@ PauseMode = Literal["keep", "wait", "abort"]
 
 # Chunks for which unused slots are kept: clients often send another request after a response.
 PATIENCE = 32
-LONGEST_TURN_S = 0.25  # of scoring prompts, for which other requests wait: some columns at a time
+# What one turn of the loop may take while other requests wait, in seconds: a wide request joins in parts of PART
+# completions, more of them at a time as long as chunks take less, and prompts are scored some columns at a time.
+LONGEST_TURN_S = 0.25
+PART = 32
 
 
 class QueueFullError(ApiError):
@@ -131,6 +134,8 @@ class EngineLoop:
         self._sessions = {name: self._new_session(name) for name in own}
         self.loads = {name: EngineLoad() for name in own}
         self._jobs: dict[int, tuple[Job, int]] = {}  # by sequence: its job, its index there
+        self._parts: dict[str, deque[list[Sequence]]] = {name: deque() for name in own}  # of wide requests, which wait
+        self._widths = dict.fromkeys(own, PART)  # most sequences at once while such parts wait
         self._num_sequences = 0  # submitted and not ended
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -172,6 +177,7 @@ class EngineLoop:
                 programs.wait(missing)
             for number in sorted(min(each, self.max_sequences) for each in clients):
                 # requests compile the small rest, and load the programs
+                self._widths[name] = max(self._widths[name], number)
                 done = threading.Semaphore(0)
 
                 def listener(delta: Delta, done: threading.Semaphore = done) -> None:
@@ -328,17 +334,18 @@ class EngineLoop:
 
     def _restart(self, model: str) -> None:
         self._sessions[model] = self._new_session(model)
+        self._parts[model].clear()
 
     def _new_session(self, model: str) -> Session:
         return Session(self.engines[model], PATIENCE, self.programs[model])
 
     @property
     def _has_work(self) -> bool:
-        return any(session.can_step for session in self._sessions.values())
+        return any(self._parts[name] or session.can_step for name, session in self._sessions.items())
 
     def _pause_if_idle(self) -> None:
         """Stops the engines for a pause, unless it waits for requests that still run."""
-        is_busy = any(session.busy for session in self._sessions.values())
+        is_busy = any(self._parts[name] or session.busy for name, session in self._sessions.items())
         if self.pausing is not None and not (self.pausing == "wait" and is_busy):
             self.is_paused = True
             self._answer_pauses()
@@ -360,7 +367,9 @@ class EngineLoop:
             self._changed.notify()
 
     def _step(self, model: str) -> None:
-        session = self._sessions[model]
+        session, parts = self._sessions[model], self._parts[model]
+        while parts and session.num_running + session.num_waiting < self._widths[model]:
+            session.submit([each for each in parts.popleft() if not each.finish_reason])
         if not session.busy:
             return
         begun_s, session.pace.device_s = time.perf_counter(), 0.0
@@ -380,6 +389,10 @@ class EngineLoop:
         for job, delta in deltas:
             job.listener(delta)
         session.pace.add_host(time.perf_counter() - begun_s - session.pace.device_s)
+        if session.pace.device_s > LONGEST_TURN_S:
+            self._widths[model] = max(PART, session.num_running // 2)
+        elif parts and session.pace.device_s < LONGEST_TURN_S / 2 and session.num_running >= self._widths[model] // 2:
+            self._widths[model] *= 2
 
     def _start(self, job: Job) -> None:
         for index, sequence in enumerate(job.sequences):
@@ -391,7 +404,10 @@ class EngineLoop:
             self._arrived_while_paused.append(job)
 
     def _admit(self, job: Job) -> None:
-        self._sessions[self._firsts[job.model]].submit(job.sequences)
+        """Has a request join its engine's session: at once, or the rest of a wide one later and in parts."""
+        model, sequences = self._firsts[job.model], job.sequences
+        self._sessions[model].submit(sequences[:PART])
+        self._parts[model].extend(sequences[first : first + PART] for first in range(PART, len(sequences), PART))
 
     def _cancel(self, job: Job) -> None:
         cancelled = [sequence for sequence in job.sequences if self._jobs.pop(id(sequence), None) is not None]

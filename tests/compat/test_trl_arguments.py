@@ -79,7 +79,7 @@ def test_parsers_of_trl_and_transformers_fill_the_config(source):
     assert config == trl.GRPOConfig("x", model_init_kwargs={"dtype": "auto"}, top_k=3, gradient_checkpointing=False)
     assert trl.get_peft_config(model) is None
     assert "Has no effect in groupax: programs are compiled by XLA" in " ".join(parser.format_help().split())
-    with pytest.warns(CompatWarning, match="ddp_timeout='9' changes nothing"):
+    with pytest.warns(CompatWarning, match="ddp_timeout=9 changes nothing"):
         parser.parse_args_into_dataclasses(["--ddp_timeout", "9"])
 
 

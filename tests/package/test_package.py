@@ -107,7 +107,7 @@ LINES = {
     "__init__": 90,
     "__main__": 10,
     "cli": 2470,
-    "compat": 5000,
+    "compat": 5050,
     "core": 3730,
     "data": 3710,
     "engine": 4720,
@@ -116,19 +116,19 @@ LINES = {
     "events": 210,
     "models": 10340,
     "objective": 1100,
-    "parallel": 1920,
+    "parallel": 1950,
     "recipes": 1120,
-    "rewards": 4300,
+    "rewards": 4270,
     "rollouts": 1140,
     "runs": 6890,
     "satellites": 8970,
-    "serve": 4850,
+    "serve": 4870,
     "sft": 370,
     "tools": 1280,
     "trainer": 540,
     "training": 2400,
 }
-TEST_LINES = 33050
+TEST_LINES = 33000
 FILES = 334
 MODULES = 190  # that groupax.trainer imports, also inside of functions
 

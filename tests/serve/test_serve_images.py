@@ -118,7 +118,7 @@ def test_the_clients_of_openai_and_anthropic_show_images_to_a_model(server):
             [picture(url_of(png(Image.new("L", (2, 2))))) for _ in range(17)] + [text()],
             "17 images; a request may have 16",
         ),
-        ([{"type": "image", "image": "/etc/passwd"}, text()], "images are parts of type image_url"),
+        ([{"type": "image", "image": "/etc/passwd"}, text()], "a part of a message must be {'type': 'image_url'"),
         ([text("<image> What is it?")], "tokens that stand for images"),
     ],
 )

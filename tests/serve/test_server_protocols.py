@@ -120,28 +120,9 @@ def test_an_openai_client_asks_for_responses(client):
         client.responses.create(input="Hi", model="tiny", previous_response_id="resp_1")
 
 
-def test_responses_have_the_log_probs_of_their_text(client):
-    letters = {str(TOKENIZER.convert_tokens_to_ids(letter)): 100 for letter in "abcdef"}
-    given = {"model": "tiny", "temperature": 1.0, "extra_body": {"ignore_eos": True, "seed": 1, "logit_bias": letters}}
-    chat = client.chat.completions.create(messages=USER, max_tokens=6, logprobs=True, top_logprobs=2, **given)
-    wanted = [(each.token, each.logprob, len(each.top_logprobs)) for each in chat.choices[0].logprobs.content]
-    given |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    answer = client.responses.create(input=USER, max_output_tokens=6, **given)
-    [part] = answer.output[0].content
-    assert [(each.token, each.logprob, len(each.top_logprobs)) for each in part.logprobs] == wanted
-    assert answer.top_logprobs == 2
-    with client.responses.stream(input=USER, max_output_tokens=6, **given) as stream:
-        events = list(stream)
-    deltas = [event for event in events if event.type == "response.output_text.delta"]
-    [streamed] = events[-1].response.output[0].content
-    assert streamed.logprobs == part.logprobs
-    assert [each.logprob for event in deltas for each in event.logprobs] == [logprob for _, logprob, _ in wanted]
-
-    given["extra_body"] = saying(THOUGHT)["extra_body"]
-    thought = client.responses.create(input=USER, max_output_tokens=20, **given)
-    assert [each.token for each in thought.output[1].content[0].logprobs] == [THOUGHT]
-    without = client.responses.create(input=USER, model="tiny", max_output_tokens=2)
-    assert without.output[0].content[0].logprobs == []
+def test_log_probs_of_responses_are_refused_with_a_pointer(client):
+    with pytest.raises(openai.BadRequestError, match="chat completions have log-probs, and return_token_ids"):
+        client.responses.create(input=USER, model="tiny", include=["message.output_text.logprobs"])
 
 
 @pytest.fixture

@@ -71,9 +71,9 @@ def test_how_long_things_take_changes_nothing(tmp_path, whole, settings):
         time.sleep(random.uniform(0, 0.05))
         return letters(prompts, completion_ids, log_extra) if settings else count_a(completion_ids)
 
+    slow.__name__ = "slow" if settings else "count_a"
     trainers = [ahead(tmp_path / name, slow, reward_concurrency=4, **settings) for name in ("one", "two")]
     for trainer in trainers:
-        object.__setattr__(trainer.rewards[0], "name", "slow" if settings else "count_a")
         trainer.train()
     if not settings:
         assert_same(trainers[0], tmp_path / "one", whole)
@@ -102,8 +102,8 @@ def test_a_run_that_was_stopped_goes_on_exactly(tmp_path, whole, phase):
             time.sleep(30)
         return count_a(completion_ids)
 
+    stops.__name__ = "count_a"
     trainer = ahead(tmp_path, stops)
-    object.__setattr__(trainer.rewards[0], "name", "count_a")
     update = trainer.learner.update
 
     def update_and_stop(rows):

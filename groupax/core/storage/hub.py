@@ -57,7 +57,8 @@ def _upload_error(error: Any, folder: Path, repo_id: str) -> ValueError | RunErr
             f"{error.server_message or 'no message'}); check that HF_TOKEN may write there"
         )
     cause = error.__cause__ or error
+    reason = getattr(error, "server_message", None) or f"{type(cause).__name__}: {cause}"
     return RunError(
-        f"the upload of {folder} to {repo_id} was interrupted ({type(cause).__name__}: {cause}). Nothing is lost: the "
+        f"the upload of {folder} to {repo_id} was interrupted ({reason}). Nothing is lost: the "
         "folder is unchanged, and the same command resumes the upload"
     )
