@@ -120,8 +120,12 @@ def test_what_can_be_done_again_is_given_up(tmp_path, whole, phase, monkeypatch)
     trainer.reward_runner.finish = stop_in(trainer.reward_runner.finish, "reward")
     if phase == "main thread":
         reward = stop_in(needing_signals, phase)
-        trainer = a_run(tmp_path, lambda **columns: reward(**columns), save_steps=3)
-        object.__setattr__(trainer.rewards[0], "name", "letters")
+
+        def named(**columns):
+            return reward(**columns)
+
+        named.__name__ = "letters"
+        trainer = a_run(tmp_path, named, save_steps=3)
     trainer.evaluate = stop_in(trainer.evaluate, "evaluation")
     monkeypatch.setattr(writer, "seal", stop_in(writer.seal, "checkpoint"))
     with pytest.raises(PreemptedError):
