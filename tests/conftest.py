@@ -60,18 +60,19 @@ def drawn_number(name):
 
 
 # Beartype's hook takes no asynchronous __call__ and no imports for types alone, and checks wrappers by what they wrap.
-OUT_OF_REACH = "cli", "compat", "satellites", "serve"
+OUT_OF_REACH = "cli", "compat", "serve", "view"
 
 
 def rooms():
     """The rooms and modules of the package for jaxtyping, and those for beartype: half of all, drawn by the seed."""
     found = {True: [], False: []}
-    for path in sorted(PACKAGE.glob("[!_]*")):
-        if SEED != "all" and drawn_number(path.stem) % 2:
+    for path in sorted([*PACKAGE.glob("[!_]*"), *PACKAGE.glob("core/[!_]*"), *PACKAGE.glob("satellites/[!_]*")]):
+        if path.stem in ("core", "satellites") or (SEED != "all" and drawn_number(path.stem) % 2):
             continue
         modules = [path] if path.suffix == ".py" else [*path.rglob("*.py")]
         has_shapes = any("jaxtyping" in module.read_text() for module in modules)
-        found[has_shapes or path.stem in OUT_OF_REACH].append(f"groupax.{path.stem}")
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        found[has_shapes or path.stem in OUT_OF_REACH].append(name)
     return found[True], found[False]
 
 
