@@ -148,7 +148,7 @@ def _of_evaluations(
 
 
 def _gain(pair: BeforeAndAfter) -> float:
-    return (pair.after.reward or 0) - (pair.before.reward or 0)
+    return (pair.after.reward or 0.0) - (pair.before.reward or 0.0)
 
 
 def _changes(pairs: Mapping[str, Sequence[tuple[Item, Item]]]) -> dict[str, tuple[int, int, int]]:
