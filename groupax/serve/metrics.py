@@ -56,7 +56,7 @@ class Metrics:
             for name, (meaning, buckets) in HISTOGRAMS.items()
         }
 
-    def observe(self, name: str, model: str, value: float) -> None:
+    def observe(self, name: str, model: str, value: int | float) -> None:
         """Adds a value of a model to one of `HISTOGRAMS`."""
         self._histograms[name].labels(model).observe(value)
 
