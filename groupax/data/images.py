@@ -85,60 +85,21 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
     return _images_in(row["prompt"])
 
 
-def without_images(prompt: Any, names: Sequence[str | None] = ()) -> Any:
-    """Returns a prompt of `with_images` whose image parts are {"type": "image"}, or have these names as their image.
-
-    A name that is None leaves {"type": "image"}.
-    """
+def without_images(prompt: Any) -> Any:
+    """Returns a prompt of `with_images` whose image parts are {"type": "image"}."""
     if isinstance(prompt, str):
         return prompt
-    left = iter(names)
-
-    def plain(part: Any) -> Any:
-        if not _is_image(part):
-            return part
-        name = next(left, None)
-        return {"type": "image"} if name is None else {"type": "image", "image": name}
-
     return [
-        {**message, "content": [plain(part) for part in message["content"]]}
+        {**message, "content": [{"type": "image"} if _is_image(part) else part for part in message["content"]]}
         if isinstance(message.get("content"), list)
         else dict(message)
         for message in prompt
     ]
 
 
-def as_urls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row of `with_images` as plain data, with `data:` URLs, of which `with_images` makes the same row."""
-    column = next((name for name in COLUMNS if is_filled(row.get(name))), None)
-    value = None if column is None else row[column]
-    in_column = value if isinstance(value, list) else [] if value is None else [value]
-    own = [None if any(image is each for each in in_column) else _url(image) for image in images_of(row)]
-    columns = {column: [*map(_url, value)] if isinstance(value, list) else _url(value)} if column else {}
-    return {**row, **columns, "prompt": without_images(row["prompt"], own)}
-
-
-def has_only_urls(row: Mapping[str, Any]) -> bool:
-    """Returns whether every image of a row is a `data:` URL, so that no file is read for it."""
-    values: list[Any] = []
-    for column in COLUMNS:
-        value = row.get(column)
-        values += value if isinstance(value, list) else [value] if is_filled(value) else []
-    parts = (part for message in _messages(row.get("prompt")) for part in _parts(message) if _is_image(part))
-    values += [value for part in parts for name in PARTS if (value := part.get(name)) is not None]
-    return all(isinstance(value, str) and value.startswith(URL) for value in values)
-
-
 def save_png(image: Any, file: Any) -> None:
     """Writes a PIL image as a PNG file, to a path or a file object; in RGB if PNG does not have its mode."""
     (image if image.mode in PNG_MODES else image.convert("RGB")).save(file, "PNG")
-
-
-def _url(image: Any) -> str:
-    """Returns a PIL image as a PNG file in a `data:` URL."""
-    file = io.BytesIO()
-    save_png(image, file)
-    return f"{URL}image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def read_image(value: Any, where: str) -> Any:

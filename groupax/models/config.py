@@ -417,11 +417,6 @@ class ModelConfig:
         return self.vision.text_prefix if self.vision else "model."
 
     @property
-    def num_feature_levels(self) -> int:
-        """Number of features of each image token (see `VisionConfig.num_levels`); 0 for a model of text."""
-        return self.vision.num_levels if self.vision else 0
-
-    @property
     def update_heads(self) -> tuple[int, int]:
         """Number of heads of keys and values, and dims of each head, where attention uses no cache."""
         if self.latent is None:

@@ -126,15 +126,6 @@ def json_numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
-def is_measured(name: str) -> bool:
-    """Returns whether a metric depends on measurements of the machine, so that it differs between identical runs."""
-    return (
-        name.startswith(("time/", "memory/", "health/", "compile/"))
-        or name in ("step_time", "mfu", "tools/seconds")
-        or name.endswith("_per_s")
-    )
-
-
 def window_mean(window: Sequence[Mapping[str, float]], definitions: MetricDefinitions = "groupax") -> Metrics:
     """Merges the metrics of several steps: means, but the extremes of extremes and the last value of counters.
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from groupax.rollouts.completions import is_measured
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import VOCAB_SIZE
 from tests.runs.test_resume import Killed
+from tests.training.test_trainer import is_measured
 
 from .stopped_agent import END
 

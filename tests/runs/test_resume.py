@@ -21,12 +21,11 @@ import pytest
 from groupax import init_model, save_model
 from groupax.core.errors import PREEMPTED, PreemptedError
 from groupax.parallel.mesh import AXES
-from groupax.rollouts.completions import is_measured
 from groupax.runs.checkpoints import writer
 from groupax.runs.checkpoints.arrays import read_on_host
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
-from tests.training.test_trainer import PROMPTS, a_trainer, lines_of
+from tests.training.test_trainer import PROMPTS, a_trainer, is_measured, lines_of
 
 from .stopped_run import PHASES, REUSE, final_state, letters, steps_in
 

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import zlib
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from groupax.core.config import GRPOConfig
 from groupax.core.settings.sampling import SamplingParams
 from groupax.core.types import Row
 from groupax.data.files import read_rows
-from groupax.data.images import as_urls, has_only_urls, images_of, named, read_image, with_images, without_images
+from groupax.data.images import images_of, read_image, with_images, without_images
 from groupax.data.prompts import encode_examples
 from groupax.engine.engine import Engine, new_sequences
 from groupax.engine.prefill import check_images, lookup_tokens
@@ -104,8 +103,6 @@ def test_an_image_is_upright_as_datasets_reads_it_from_whatever_names_it(tmp_pat
     part = {"type": "image_url", "image_url": {"url": url}}
     [seen] = images_of(with_images({"prompt": user(part, text("a"))}, "row 0"))
     np.testing.assert_array_equal(np.asarray(seen), upright)
-    row = as_urls({"prompt": user({"type": "image", "image": seen}, text("a"))})
-    np.testing.assert_array_equal(np.asarray(images_of(with_images(row, "row 0"))[0]), upright)
 
 
 def test_paths_are_relative_to_the_file_of_the_dataset(tmp_path):
@@ -297,26 +294,6 @@ def test_dropout_of_an_adapter_of_the_tower_does_not_depend_on_micro_batches(fam
     assert_trees_match(whole, small, atol=1e-6)
     for other in (without, jax.tree.leaves(trained["vision"])):
         assert max(np.abs(a - b).max() for a, b in zip(whole, other, strict=True)) > 1e-5
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "What?", "image": an_image(0), "answer": 1},
-        {"prompt": "What?", "images": [an_image(0), an_image(1)]},
-        {"prompt": [{"role": "user", "content": "What?"}], "image": an_image(0)},
-        {"prompt": user({"type": "image", "image": an_image(1)}, {"type": "image"}), "images": [an_image(0)]},
-        {"prompt": user({"type": "image", "image": an_image(0)}, text("Same?")), "image": an_image(0)},
-        {"prompt": user({"type": "image", "image": an_image(2).convert("P")}, text("And this?"))},
-        {"prompt": [{"role": "system", "content": "Look."}, *user(text("No image"))]},
-    ],
-    ids=["text", "texts", "column", "column and parts", "same", "palette", "no image"],
-)
-def test_a_row_of_plain_data_has_the_same_images(row):
-    row = with_images(row, "row")
-    again = json.loads(json.dumps(as_urls(row)))
-    assert has_only_urls(again)
-    assert named(with_images(again, "row")) == named(row)
 
 
 # -- runs
