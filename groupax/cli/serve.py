@@ -1,6 +1,7 @@
 """The command `groupax serve`, which imports its dependencies when it runs."""
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -15,6 +16,8 @@ from groupax.core.settings import environment as env
 from groupax.core.settings.command_line import parsed
 from groupax.core.settings.compute import DecodingWeights
 from groupax.parallel.processes import is_loopback, listen
+
+OTHER_FILES = 256  # open files of the server in addition to its connections
 
 if TYPE_CHECKING:
     import uvicorn
@@ -106,6 +109,7 @@ def serve(argv: Sequence[str]) -> None:
     listener = listen(command.host, command.port)  # before the model is loaded, so that a port in use fails at once
     models = models_of(command)
     loop = EngineLoop(engines_of(command, models), command.max_queue).start()
+    _allow_open_files(command.max_connections)
     config = _uvicorn_config(command, loop, models, keys)
     if not is_loopback(command.host) and not keys:
         print(
@@ -234,3 +238,20 @@ def _named(text: str) -> tuple[str, Path]:
     if not (name and equals and folder):
         raise ValueError(f"--adapter must be NAME=FOLDER, got {text!r}")
     return name, Path(folder)
+
+
+def _allow_open_files(num_connections: int) -> None:
+    """Raises this process's limit of open files to one for each connection.
+
+    Raises:
+        ValueError: the system's limit is lower.
+    """
+    needed = num_connections + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard) and hard < needed:
+        raise ValueError(
+            f"--max_connections {num_connections} needs {needed} open files, and this system allows a process {hard}; "
+            f"set --max_connections to at most {hard - OTHER_FILES}, or raise the limit (ulimit -Hn)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -226,6 +226,7 @@ class TemplateProcess:
             except BaseException as error:
                 if not isinstance(error, TemplateError):  # unread answers would be taken for those to the next request
                     process.kill()
+                    process.wait()
                 raise
         return values
 

@@ -52,11 +52,13 @@ def without_null_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def calls_without_nulls(messages: Any) -> Any:
     """Returns messages without the nulls of their calls' arguments; any other value unchanged."""
-    if not isinstance(messages, list) or not any(
-        isinstance(each, Mapping) and "tool_calls" in each for each in messages
-    ):
+    if not isinstance(messages, list):
         return messages
-    return [{**each, "tool_calls": without_nulls(each["tool_calls"])} for each in messages]
+    has_calls = [isinstance(each, Mapping) and "tool_calls" in each for each in messages]
+    return [
+        {**each, "tool_calls": without_nulls(each["tool_calls"])} if has else each
+        for each, has in zip(messages, has_calls, strict=True)
+    ]
 
 
 COMPRESSIONS = (".gz", ".zst", ".bz2")

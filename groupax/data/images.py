@@ -287,6 +287,9 @@ def _read_parts(message: Mapping[str, Any], where: str) -> dict[str, Any]:
                     f"{name} has the URL {short_repr(value)}; only data: URLs are read, and nothing is fetched from a "
                     "network: download the image"
                 )
+        for key in ("path", "bytes", "url", "base64"):
+            if value is None and part.get(key) is not None:
+                raise ValueError(f"{name} has its image under {key!r}; give it under 'image'")
         if role not in ("user", "system"):
             raise ValueError(f"{name} is an image; only messages of the user and the system may have some")
         parts.append({"type": "image"} if value is None else {"type": "image", "image": read_image(value, name)})

@@ -14,7 +14,7 @@ from groupax.core.types import PromptImages
 from groupax.data.chat import render
 from groupax.data.examples import Examples, image_columns, tools_of_rows
 from groupax.data.images import has_images, images_of, with_images, without_images
-from groupax.data.tokenizer import encode_prompts, is_conversational
+from groupax.data.tokenizer import SPARE_TOKENS, encode_prompts, is_conversational
 
 Tools = Sequence[Sequence[Mapping[str, Any]]]  # of each prompt, as schemas in OpenAI's format
 logger = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ class _Encoding:
         if "prompt_ids" not in examples[0]:
             arguments = _template_kwargs(examples, prompts, self.template_kwargs, self.label)
             more = {"tools": tools, "may_be_empty": self.may_be_empty}
-            return encode_prompts(self.tokenizer, prompts, arguments, name=self.label, **more)
+            return encode_prompts(self.tokenizer, prompts, arguments, self.max_length, self.label, **more)
         if self.template_kwargs:
             raise ValueError(
                 f"{self.label.removesuffix('prompt') or 'the dataset'} has a column prompt_ids, which "
@@ -321,8 +321,10 @@ def _rows_with_images(examples: Examples) -> list[int]:
 
 
 def _length_fault(token_ids: Sequence[np.ndarray], too_long: Sequence[int], max_length: int, label: str) -> str:
+    known = max_length + SPARE_TOKENS  # of a longer prompt only the end may have been encoded
+    length = len(token_ids[too_long[0]])
     return (
-        f"{label} {too_long[0]} has {len(token_ids[too_long[0]])} tokens, at most {max_length} "
+        f"{label} {too_long[0]} has {length if length <= known else f'more than {known}'} tokens, at most {max_length} "
         f"are allowed ({len(too_long)} of {len(token_ids)} prompts are too long): by max_prompt_length, or by what the "
         "completion leaves of the model's positions; change these, or set prompt_overflow to 'drop' or 'truncate_left'"
     )

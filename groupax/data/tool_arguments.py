@@ -253,6 +253,7 @@ def _checked_alone(check: _Check, schema: Mapping[str, Any], value: Any, where: 
         value = int(value)
     for choices in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
         if isinstance(choices, list):
+            check.steps -= len(choices)
             tries = [value, _from_text(value)] if isinstance(value, str) else [value]
             equal = [each for found in tries for each in choices if _are_equal(each, found)]
             if not equal:
@@ -329,9 +330,11 @@ def _object(check: _Check, schema: Mapping[str, Any], values: Mapping[str, Any],
     properties = _mapping(schema, "properties")
     faults = []
     is_closed = schema.get("additionalProperties") is False and where and not DESCRIBING & schema.keys()
+    required = _list(schema, "required")
+    check.steps -= len(required) + (len(properties) if is_closed else 0)
     if is_closed and (unknown := [key for key in values if key not in properties]):
         faults.append(_unknown_fault(owner, unknown[0], properties))
-    missing = [key for key in _list(schema, "required") if isinstance(key, str) and key not in values]
+    missing = [key for key in required if isinstance(key, str) and key not in values]
     if missing:
         faults.append(f"{owner} needs the argument{'s' * (len(missing) > 1)} {', '.join(missing)}")
     checked = {}

@@ -187,7 +187,9 @@ def replacing_folder(folder: Path, sources: Collection[Path] = ()) -> Iterator[P
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    if replaces:
+    if replaces and (left := _foreign_files(partial)):
+        logger.warning("%s changed in %s while its model was replaced; see %s", list_names(left), folder, partial)
+    elif replaces:
         shutil.rmtree(partial)
 
 

@@ -146,7 +146,7 @@ class CheckpointWriter:
         self.emit(
             Message(
                 f"the checkpoint of step {step} could not be written ({_summary(error)}); {whole}. Training continues "
-                f"until the next one is due; make room or repair the folder, or stop the run with SIGTERM",
+                "until the next one is due; make room or repair the folder, or stop the run with SIGTERM",
                 warning=True,
             )
         )

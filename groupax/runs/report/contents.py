@@ -79,7 +79,7 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> dict[str
         "samples": run.samples,
         "evaluations": _evaluations(run),
         "changes": [("held-out prompts that were answered", "better", "worse", "alike"), *changes],
-        "times": _times(time_split(run)),
+        "times": _times(_time_split(run)),
         "settings": [("setting", "value", "default"), *settings],
         "hardware": _hardware(run),
     }
@@ -243,7 +243,7 @@ def _curves(run: RunRecord) -> list[Curve]:
     return curves
 
 
-def time_split(run: RunRecord) -> dict[str, float]:
+def _time_split(run: RunRecord) -> dict[str, float]:
     """Returns the seconds of a run by activity."""
     times = TIMES if "time/rollout_s" in run.metrics[-1] else TIMES_OF_SUPERVISED
     times = TIMES_AHEAD if any("time/wait_s" in line for line in run.metrics) else times

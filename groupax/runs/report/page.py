@@ -146,11 +146,11 @@ def curve(title: str, steps: Sequence[float], series: Mapping[str, Sequence[floa
     spread, length = (high - low) or 1.0, (steps[-1] - steps[0]) or 1.0
     lines = []
     for color, values in zip(itertools.cycle(PALETTE), series.values(), strict=False):
-        drawn = thinned([*zip(steps, values, strict=True)], MOST_POINTS)
+        drawn = _extremes([*zip(steps, values, strict=True)])
         for is_known, run in itertools.groupby(drawn, lambda point: math.isfinite(point[1])):
             if is_known:
-                ends = ((WIDTH * (x - steps[0]) / length, HEIGHT * (high - y) / spread) for x, y in run)
-                points = " ".join(f"{x:.1f},{y:.1f}" for x, y in ends)
+                ends = [(WIDTH * (x - steps[0]) / length, HEIGHT * (high - y) / spread) for x, y in run]
+                points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (ends if len(ends) > 1 else 2 * ends))
                 lines.append(f'<polyline points="{points}" stroke="{color}"/>')
     label = f"{title}: {', '.join(series)}, from {number(low)} to {number(high)}"
     range_of = f"{number(low)} to {number(high)}, steps {steps[0]:,.0f} to {steps[-1]:,.0f}"
@@ -158,6 +158,18 @@ def curve(title: str, steps: Sequence[float], series: Mapping[str, Sequence[floa
         f'<svg viewBox="-2 -2 {WIDTH + 4} {HEIGHT + 4}" role="img" aria-label="{html.escape(label)}">{"".join(lines)}'
         f"</svg><small>{range_of}</small>"
     )
+
+
+def _extremes(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns the points, or of each stretch the lowest and the highest one, so that no spike is lost."""
+    if len(points) <= MOST_POINTS:
+        return [*points]
+    size, found = math.ceil(2 * len(points) / MOST_POINTS), []
+    for first in range(0, len(points), size):
+        stretch = points[first : first + size]
+        known = sorted((point for point in stretch if math.isfinite(point[1])), key=lambda point: point[1])
+        found += sorted({known[0], known[-1]}) if known else stretch[:1]
+    return found
 
 
 def legend(names: Iterable[str]) -> Markup:
