@@ -49,8 +49,6 @@ def run(seed: int, max_staleness: int, num_steps: int, sleep_s: float) -> dict[s
         trainer = GRPOTrainer(recipe.model, rewards, args, *data, listeners=[step_end])
         trainer.train()
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-        trainer.reward_runner.rewards = [reward for reward in trainer.rewards if reward.name != "judge"]
-        trainer.reward_weights = trainer.reward_weights[:-1]
         solved = trainer.evaluate().metrics["pass@1"]
     seconds = ends_s[-1] - ends_s[FIRST_STEPS - 1]
     last = lines[-10:]

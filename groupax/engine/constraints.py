@@ -30,9 +30,9 @@ LIMITS = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-# All tokens that may follow, not only those that the tokenizer itself would write.
 # Every tokenizer must spell this text.
 _SAMPLE = '{"a b": [1, -2.5e3, true],  "é": "\\n \u20ac\U0001f600"}'
+# All tokens that may follow, not only those that the tokenizer itself would write.
 HEADER = '%llguidance {"no_forcing": true}\n'
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _ESCAPE, _CLASS = re.compile(r"\\.", re.DOTALL), re.compile(r"\[(\^?\]?[^\]]*)\]")

@@ -18,7 +18,7 @@ class Prefix:
     """The keys, [K, H, n], and values, [K, n, H], of n tokens in each layer, computed with an adapter, -1 for none.
 
     Tokens are what a prompt is looked up by: token ids, and numbers below 0 in place of those that stand for an image
-    (see `images.lookup_tokens`).
+    (see `prefill.lookup_tokens`).
     """
 
     tokens: np.ndarray
@@ -88,7 +88,7 @@ class PrefixCache:
     Attributes:
         num_bytes: Size of the stored prefixes.
         num_reused_tokens: Number of prompt tokens that were looked up instead of computed.
-        generation: Number of times that the cache was cleared, which identifies the weights.
+        generation: Number of times that the cache was cleared, which identifies the weights if prefixes are kept.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -430,8 +430,9 @@ class Serving:
 
     def join(self, shape: CacheShape, sequences: list[Sequence], before: CacheShape) -> None:
         """Waits for those programs of a shape that threads compile now; calls compile the others."""
-        needed = self.programs.missing([Change(before, shape), Decode(shape, kind_of(sequences)), Admit(shape)])
-        self.programs.wait(filter(self.programs.is_compiling, needed))
+        needed = [Change(before, shape), Decode(shape, kind_of(sequences)), Admit(shape)]
+        lacking = [program for program in needed if not self.programs.can_run([program])]
+        self.programs.wait(filter(self.programs.is_compiling, lacking))
 
     def kind(self, shape: CacheShape, demand: Demand, sequences: list[Sequence]) -> Kind:
         """Returns the kind of chunk that decodes these now, and has all compiled that they come to need."""

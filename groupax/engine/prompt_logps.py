@@ -120,24 +120,6 @@ class Scoring:
         return results
 
 
-def score(
-    engine: EngineCore,
-    prompts: list[np.ndarray],
-    temperature: float,
-    num_alternatives: int,
-    adapter: str | None = None,
-    max_pieces: int = 1 << 20,
-) -> list[PromptLogps]:
-    """Returns the log-probs of any number of prompts (see `Scoring`), computed in as many calls as needed."""
-    size, found = num_data_shards(engine.mesh), []
-    for first in range(0, len(prompts), size):
-        scoring = Scoring(engine, prompts[first : first + size], temperature, adapter)
-        while not scoring.is_done:
-            scoring.advance(max_pieces)
-        found += scoring.results(num_alternatives)
-    return found
-
-
 @lru_cache(maxsize=64)
 def _maker(config: ModelConfig, mesh: Mesh, S: int, kv_dtype: Any) -> Callable[[], tuple[list[Any], TokenLogps]]:
     """Returns a jitted function that creates empty caches and log-probs of one row per device."""

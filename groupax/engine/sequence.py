@@ -38,7 +38,7 @@ class Sequence:
         matcher: What its constraint allows after the tokens (see `constraints.ConstraintCompiler`); None without one.
         fault: Why the engine gave it up, if it did.
         adapter: Name of the engine's adapter that it is sampled with; None for the base, or without adapters.
-        place: Place for the keys and values of the conversation that it is a turn of (see `Session.places`).
+        place: Place for the keys and values of the conversation that it is a turn of (see `Session.converse`).
         images: Images of the beginning of the prompt; None for a prompt of text.
     """
 

@@ -35,7 +35,7 @@ class Execution:
     """The execution settings of a pass.
 
     Attributes:
-        checkpointing: What the backward pass recomputes (see `config.Checkpointing`).
+        checkpointing: What the backward pass recomputes (see `core.settings.compute.Checkpointing`).
         scan_layers: Whether layers of the same kind share one compiled program, which scans over their stacked weights.
         chunk_logits: Number of logits that are computed at a time.
         attention: Attention kernel; None for plain attention.

@@ -18,6 +18,7 @@ import ipaddress
 import logging
 import os
 import pickle
+import queue
 import secrets
 import socket
 import struct
@@ -240,6 +241,7 @@ def end_now() -> None:
 
 CONNECT_S = 60.0  # until process 0 is reached
 GATHER_S = 120.0  # until all others have reached process 0
+MAX_GREETINGS = 64  # connections of strangers that may be tried at the same time
 GREETING_S = 5.0  # for a connection to prove that it knows the secret
 LOOK_S = 0.1
 
@@ -263,13 +265,24 @@ def listen_for_peers(host: str | None) -> tuple[socket.socket, Address]:
 def accept_peers(listener: socket.socket, secret: bytes, num_processes: int) -> Peers:
     """Returns the peers of process 0 once all other processes have connected. Closes the listener.
 
-    A stranger that connects and says nothing delays the others by `GREETING_S`.
+    Each connection is greeted in its own thread, so that a silent one delays no other.
 
     Raises:
         RunError: A process did not connect in time.
     """
     connections: dict[int, Connection] = {}
+    arrived: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
+    greetings = threading.BoundedSemaphore(num_processes + MAX_GREETINGS)
     deadline_s = time.monotonic() + GATHER_S
+
+    def greet(accepted: socket.socket) -> None:
+        with contextlib.suppress(*_REFUSED):
+            connection = _authenticated(accepted, secret, is_server=True)
+            index = connection.recv()
+            _keep_alive(connection)
+            arrived.put((index, connection))
+        greetings.release()
+
     with listener:
         listener.settimeout(LOOK_S)
         while missing := set(range(1, num_processes)) - connections.keys():
@@ -279,10 +292,18 @@ def accept_peers(listener: socket.socket, secret: bytes, num_processes: int) -> 
                     f"on port {listener.getsockname()[1]} within {GATHER_S:.0f} s; see their logs, and open the ports "
                     "between the hosts"
                 )
-            with contextlib.suppress(*_REFUSED):  # also if nobody has connected
-                connection = _authenticated(listener.accept()[0], secret, is_server=True)
-                connections[connection.recv()] = connection
-                _keep_alive(connection)
+            with contextlib.suppress(queue.Empty):
+                index, connection = arrived.get_nowait()
+                connections[index] = connection
+                continue
+            try:
+                accepted, _ = listener.accept()
+            except (TimeoutError, ConnectionError):
+                continue
+            if greetings.acquire(blocking=False):
+                threading.Thread(target=greet, args=(accepted,), name="greeting", daemon=True).start()
+            else:
+                accepted.close()
     return peers_of_primary(connections)
 
 

@@ -40,6 +40,7 @@ from groupax.rewards.workers import (
 )
 
 BACKOFF_S = 0.5  # before the first retry; doubled before each further one
+PING_S = 1.0  # an event loop that does not respond for this long is blocked
 ASYNC_CONCURRENCY = 64  # calls of one async function at a time
 MAX_VALUES = 1_000_000  # returned by one call
 
@@ -212,6 +213,7 @@ class Supervisor:
                             f"the reward function {reward.name!r} did not return within reward_timeout_s = "
                             f"{settings.reward_timeout_s} on {len(rollouts)} completions"
                         )
+                        await self._replace_blocked_loop(reward.name)
         return no_scores(rollouts, error)
 
     async def _call(
@@ -245,6 +247,18 @@ class Supervisor:
                 self._main_thread.needed_by.add(reward.name)
                 deadline.reschedule(None)
         return await self._main_thread.call(functools.partial(call_sync, *call))
+
+    async def _replace_blocked_loop(self, name: str) -> None:
+        """Drops the event loop of an async function that blocks it; further calls start a new one."""
+        loop = self._async_loops.get(name)
+        if loop is None:
+            return
+        try:
+            ping = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+            await asyncio.wait_for(asyncio.wrap_future(ping), PING_S)
+        except TimeoutError:
+            if self._async_loops.get(name) is loop:
+                del self._async_loops[name]
 
 
 def _scores(reward: Reward, rollouts: list[Rollout], returned: Any, log: CallLog) -> Scores:

@@ -93,6 +93,7 @@ def passes(
         "stub": [(source, list(names)) for source, names in stub],
         "entry_point": entry_point,
         "token": token,
+        "shows_errors": False,
     }
     return _verdict(order, limits, sandbox) == (token, "")
 
@@ -121,7 +122,7 @@ def _verdict(order: dict[str, Any], limits: Limits, sandbox: Sandbox) -> tuple[b
 
     At the deadline all processes are killed, and the output is empty.
     """
-    shows_errors = order.setdefault("shows_errors", False)
+    shows_errors = order["shows_errors"]
     # files, not pipes, so that the limit on file sizes also limits the output
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process, orders = start_isolated(
@@ -170,11 +171,11 @@ def start_isolated(
     """
     is_root, is_isolated = os.geteuid() == 0, sandbox == "bwrap"
     python = str(Path(sys.executable).resolve()) if is_isolated else sys.executable  # the sandbox has no venv
-    command, trusted = [python, "-I", "-S"], [python, "-I", "-S"]
+    command, trusted = [python, "-P", "-s", "-S"], [python, "-I", "-S"]  # -I would ignore the seed of hashes
     if is_isolated:
         tmp = ("--perms", "1777", "--size", str(limits.file_bytes), "--tmpfs", "/tmp")
         trusted = [*_bubblewrap(_bwrap(), tmp, is_inner=False), *trusted]
-        command = [*_bubblewrap(_bwrap(), ("--bind", "/tmp", "/tmp"), is_inner=True), python, "-P", "-s", "-S"]
+        command = [*_bubblewrap(_bwrap(), ("--bind", "/tmp", "/tmp"), is_inner=True), *command]
     order |= {
         "environment": order.get("environment", {}),
         "user": next(_USERS) if is_isolated and is_root else 0,

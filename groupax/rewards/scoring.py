@@ -42,7 +42,7 @@ def score_groups(sampled: Iterable[list[Rollout]], runner: RewardRunner) -> Scor
     Raises:
         RewardError: A call failed, and the runner's settings are to raise.
     """
-    names = [reward.name for reward in runner.rewards]
+    names = runner.names
     started_s = time.perf_counter()
     groups = []
     for group in sampled:

@@ -92,6 +92,8 @@ class Collector:
         episodes: How it samples.
         scoring: How it scores.
         emit: Receives the phases of sampling and scoring.
+        params, masked_ends: Sampling parameters, and ends without a loss, by `args`.
+        num_prompts, prompts_per_epoch: Prompts of the dataset, and those that an epoch visits.
     """
 
     args: GRPOConfig

@@ -57,7 +57,9 @@ from groupax.serve.web import (
 from groupax.serve.weights import Weights
 
 LEAST_UPLOAD_BYTES_PER_S = 1 << 20  # of weights, besides receive_timeout_s
-PREPARING_THREADS = 4  # images of a request may take a GB while they are prepared
+PREPARING_THREADS = 8
+LARGE_BYTES = 64 << 10  # requests with more, or with images, share LARGE_THREADS, so that others go on meanwhile
+LARGE_THREADS = 2
 COMPILING_THREADS = 1  # of constraints, for which other requests do not wait
 T = TypeVar("T")
 Handler = Callable[[HttpRequest], Any]
@@ -120,6 +122,7 @@ class Server:
         self.loop, self.limits, self.weights = loop, limits, weights
         self.metrics, self._scorer = Metrics(loop), PromptScorer(loop)
         self._threads = ThreadPoolExecutor(PREPARING_THREADS, "request")
+        self._threads_of_large = ThreadPoolExecutor(LARGE_THREADS, "large request")
         self._threads_of_constraints = ThreadPoolExecutor(COMPILING_THREADS, "constraint")
         self._caller_check = CallerCheck(limits.host, limits.allowed_hosts)
         self.started = int(time.time())
@@ -204,7 +207,7 @@ class Server:
         record: RequestRecord = http.state.record
         deadline_s = self._deadline_s(http)
         body = await self._body(http)
-        incoming = await self._in_time(partial(protocol.parse, body), deadline_s)
+        incoming = await self._in_time(partial(protocol.parse, body), deadline_s, self._threads_for(body))
         request = incoming.request
         model = self._model(request.model)
         name = model.name
@@ -212,7 +215,7 @@ class Server:
             message = f"{name} has other weights than {request.weights_state!r}"
             raise ApiError(409, message, param="weights_state", code="other_weights")
         work = partial(prepare, incoming, model, self.limits.max_completions, self.limits.default_max_tokens)
-        prepared = await self._in_time(work, deadline_s)
+        prepared = await self._in_time(work, deadline_s, self._threads_for(body, request))
         if prepared.params.constraint is not None:
             work = partial(check_constraint, model, prepared.params)
             await self._in_time(work, deadline_s, self._threads_of_constraints)
@@ -252,7 +255,7 @@ class Server:
     async def _count_tokens(self, http: HttpRequest) -> Any:
         body, deadline_s = await self._body(http), self._deadline_s(http)
         parse = partial(anthropic.parse, body, counts_only=True)
-        incoming = await self._in_time(parse, deadline_s)
+        incoming = await self._in_time(parse, deadline_s, self._threads_for(body))
         request = incoming.request
         assert isinstance(request, ChatRequest), "messages are chats"
 
@@ -260,7 +263,7 @@ class Server:
             [ids], _, _ = encoded_chat(request, self._model(request.model), incoming.hints)
             return {"input_tokens": len(ids)}
 
-        return await self._in_time(count, deadline_s)
+        return await self._in_time(count, deadline_s, self._threads_for(body))
 
     async def _tokenizing(self, work: Callable[[dict[str, Any], ServedModel], Any], http: HttpRequest) -> Any:
         body = await self._body(http)
@@ -272,7 +275,7 @@ class Server:
                 raise ApiError(400, f"model must be a valid string, got {name!r:.80}", "model")
             return JSONResponse(work(given, self._model(name)))
 
-        return await self._in_time(respond, self._deadline_s(http))
+        return await self._in_time(respond, self._deadline_s(http), self._threads_for(body))
 
     def _model_card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self.started, "owned_by": "groupax"}
@@ -343,11 +346,15 @@ class Server:
     def _deadline_s(self, http: HttpRequest) -> float:
         return http.state.record.started_s + self.limits.request_timeout_s
 
-    async def _in_time(self, work: Callable[[], T], deadline_s: float, threads: ThreadPoolExecutor | None = None) -> T:
+    def _threads_for(self, body: bytes, request: object = None) -> ThreadPoolExecutor:
+        has_images = isinstance(request, ChatRequest) and bool(request.image_urls)
+        return self._threads_of_large if len(body) > LARGE_BYTES or has_images else self._threads
+
+    async def _in_time(self, work: Callable[[], T], deadline_s: float, threads: ThreadPoolExecutor) -> T:
         """Returns the result of work in a thread, which nobody waits for after the deadline."""
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()):
-                return await asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
+                return await asyncio.get_running_loop().run_in_executor(threads, work)
         except TimeoutError as error:
             raise timeout_error() from error
 

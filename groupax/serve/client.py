@@ -195,9 +195,10 @@ class RemoteSampler:
                 dialect = identify_server(server, self.model, self.config, self._adapter, self._shared)
                 self._dialects[server] = dialect
             dialect = self._dialects[server]
-            if dialect.pushed != self.version:
+            version = self.version  # before the weights, which are set before it
+            if dialect.pushed != version:
                 assert self._to_push is not None, "set by __init__, or copied by the session"
-                dialect.push(self._to_push, self.version)
+                dialect.push(self._to_push, version)
             return dialect, dialect.pushed
 
     def _forget_weights(self, server: RemoteServer) -> None:

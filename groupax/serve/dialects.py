@@ -126,19 +126,18 @@ class Groupax:
             self.pushed, self._state = UNKNOWN, None
             wanted = {name for name, parts in places.items() if not all(index in same for index, _ in parts)}
             if wanted:
-                held = self.upload(connection, held, version, host_tensors(self._specs, leaves, wanted))
+                held = self.upload(held, version, host_tensors(self._specs, leaves, wanted))
         self.pushed, self._state, self._version = version, held["state"], held["version"]
         self._leaves = [weakref.ref(leaf) for leaf in leaves]
 
-    def upload(
-        self, connection: HTTPConnection, held: dict[str, Any], version: int, tensors: dict[str, np.ndarray]
-    ) -> dict[str, Any]:
+    def upload(self, held: dict[str, Any], version: int, tensors: dict[str, np.ndarray]) -> dict[str, Any]:
         """Replaces tensors of the weights that the server holds, and returns what it holds then."""
         begin = {"model": held["model"], "version": version, "replaces": held["state"]}
         begin |= {"adapter": self._settings, "tensors": manifest_of(tensors)}
         path = "/groupax/v1/weights"
-        upload = self._server.request("POST", path, begin, connection)["upload"]
-        return self._server.request("PUT", f"{path}/{upload}", bytes_of(tensors), connection)
+        # new connections, since an idle one may have been closed while the tensors were copied
+        upload = self._server.request("POST", path, begin)["upload"]
+        return self._server.request("PUT", f"{path}/{upload}", bytes_of(tensors))
 
     def _held(self, connection: HTTPConnection) -> dict[str, Any]:
         response = self._server.request("GET", "/groupax/v1/weights", None, connection)

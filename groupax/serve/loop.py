@@ -460,7 +460,9 @@ class EngineLoop:
             name: EngineLoad(session.num_running, session.num_waiting, session.kv_frac)
             for name, session in self._sessions.items()
         }
-        num_held = sum(id(each) in self._jobs for job in self._arrived_while_paused for each in job.sequences)
+        held = [job.sequences for job in self._arrived_while_paused]
+        held += [part for parts in self._parts.values() for part in parts]
+        num_held = sum(id(each) in self._jobs for part in held for each in part)
         values["num_running"] = sum(load.num_running for load in self.loads.values())
         values["num_waiting"] = sum(load.num_waiting for load in self.loads.values()) + num_held
         self.counts = LoopCounts(**{**vars(self.counts), **values})

@@ -150,10 +150,7 @@ def fits(shape: Shape, groups: Sequence[RowGroup]) -> bool:
         and len(groups) <= shape.prompts[0]
         and all(group.prompt <= shape.prompts[1] for group in groups)
         and all(length <= firsts[-1] for length in lengths)
-        and all(
-            sum(max(length, 1) > first for length in lengths) <= rows  # all reach the first tile, even empty ones
-            for (rows, _), first in zip(shape.tiles, firsts, strict=False)
-        )
+        and all(_num_reaching(lengths, first) <= rows for (rows, _), first in zip(shape.tiles, firsts, strict=False))
     )
 
 
@@ -325,6 +322,7 @@ def plan_micro_batches(
             cost += squares * (COMPILE_FRAC * cost + COMPILE_TOKENS)
             if cost < least:
                 best, least = plan, cost
+    assert best or not rows, "the last sizes hold all rows"
     return best
 
 

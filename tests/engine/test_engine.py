@@ -16,19 +16,30 @@ from groupax.core.settings.sampling import SAMPLER, sampling_kind
 from groupax.engine import prefill, scheduler
 from groupax.engine.batch import Batch
 from groupax.engine.prefix_cache import Prefix, PrefixCache
-from groupax.engine.prompt_logps import compile_for, score
+from groupax.engine.prompt_logps import Scoring, compile_for
 from groupax.engine.sampling import History, changed_logits, row_keys, sample, uniforms
 from groupax.engine.sequence import find_stop, text_before_stop
 from groupax.engine.session import Session
 from groupax.episodes.play import Prompts, play_episodes
 from groupax.models.decoder import logits
 from groupax.models.weights.quantize import decoding_params
-from groupax.parallel.mesh import AXES
+from groupax.parallel.mesh import AXES, num_data_shards
 from tests.conftest import TINY, rest_heavy
 
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(2, 96, length) for length in (1, 2, 5, 9, 17, 3, 8, 30)]
 PARAMS = SamplingParams(n=3, max_tokens=24, seed=7)
+
+
+def score(engine, prompts, temperature, num_alternatives, adapter=None, max_pieces=1 << 20):
+    """Returns the log-probs of any number of prompts, computed in as many calls as needed."""
+    size, found = num_data_shards(engine.mesh), []
+    for first in range(0, len(prompts), size):
+        scoring = Scoring(engine, prompts[first : first + size], temperature, adapter)
+        while not scoring.is_done:
+            scoring.advance(max_pieces)
+        found += scoring.results(num_alternatives)
+    return found
 
 
 def engine_for(model, num_devices=4, **settings):

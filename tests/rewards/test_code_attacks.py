@@ -100,7 +100,8 @@ def f(*a):
     frame = sys._getframe()
     while 'number' not in frame.f_locals: frame = frame.f_back
     number = frame.f_locals['number']
-    for node in (['yours', 0], ['mine', 0, 'coroutine'], ['error', ['AssertionError'], [], [], '', 0], ['ref', 0]):
+    error = ['error', ['AssertionError'], '', ['tuple', []], [[], []]]
+    for node in (['yours', 0], ['mine', 0, 'coroutine'], error, ['ref', 0]):
         data = json.dumps(['reply', number, True, node, [[0, []]], '']).encode()
         os.write(frame.f_locals['self'].writer, len(data).to_bytes(8, 'little') + data)
 """,
@@ -108,11 +109,10 @@ def f(*a):
 import gc
 def f(*a):
     peer = next(x for x in gc.get_objects() if type(x).__name__ == 'SolutionPeer')
-    stand_in = peer.stand_in(0, 'object')
-    for operation, args in (('getattr', ('__globals__',)), ('call', ()), ('name', ('f',)), ('setattr', ('x', 1))):
-        try: peer.request(operation, stand_in, *args)
-        except Exception: pass
-    peer.request('setattr', None, 'is_wrong', False)
+    questions = ('call', (0,)), ('next', (0,)), ('call', (-1,)), ('getattr', (0, '__globals__')), ('name', ('f',))
+    for operation, args in questions:
+        try: peer.request(operation, *args)
+        except BaseException: pass
 """,
     "noise on the channel": "import os\ndef f(*a):\n    for fd in range(3, 9):\n        os.write(fd, os.urandom(4096))",
     "a frame without end": """

@@ -8,6 +8,7 @@ next to it, which can be deleted.
 
 import ctypes
 import hashlib
+import logging
 import os
 import re
 import secrets
@@ -17,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from groupax.core.storage.folders import list_names, read_json, write_json
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = ".groupax_files.json"
 CARD = "README.md"  # an edited card is kept

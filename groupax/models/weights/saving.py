@@ -162,7 +162,7 @@ def _dequantized(weight: Any, dtype: Any, own: Any) -> np.ndarray:
 
 
 def trained_params(specs: Any, params: Any) -> Any:
-    """Selects an adapter's weights from those that the forward pass reads (see `models.adapted.joined`).
+    """Selects an adapter's weights from those that the forward pass reads (see `models.adapted.apply_adapter`).
 
     Args:
         specs: Specs of the adapter (`lora.adapter_specs`).

@@ -311,9 +311,9 @@ def own_tensors(hf: Mapping[str, Any], config: ModelConfig, tensors: Tensors, fo
     elif hf.get("model_type") in VISION_FAMILIES:
         found = _renamed(tensors, _OLDER_PREFIXES)
     if num_ahead := hf.get("num_nextn_predict_layers") or 0:
-        ahead = {str(index) for index in range(config.num_layers, config.num_layers + num_ahead)}
-        layers = {name: match[1] for name in found if (match := _LAYER.match(name))}
-        found = {name: file for name, file in found.items() if layers.get(name) not in ahead}
+        ahead = range(config.num_layers, config.num_layers + num_ahead)
+        layers = {name: int(match[1]) for name in found if (match := _LAYER.match(name))}
+        found = {name: file for name, file in found.items() if layers.get(name, -1) not in ahead}
     if hf.get("model_type") in _WITH_AHEAD:
         found = {name: file for name, file in found.items() if not _AHEAD.match(name)}
     num_left = len(found)

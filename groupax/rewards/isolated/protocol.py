@@ -108,7 +108,7 @@ class Table:
 class Peer:
     """One end of the two pipes."""
 
-    keeps = ""  # module of classes that extend a container and whose instances are not sent as that container
+    kept_ids: Any = frozenset()  # of instances that extend a container and are not sent as that container
 
     def __init__(self, reader: int, writer: int) -> None:
         self.reader, self.writer = reader, writer
@@ -250,11 +250,16 @@ class Peer:
             return ["ref", table.numbers[id(value)]]
         kind = type(value)
         name = KIND_OF.get(kind)
-        if name is None and kind.__module__ != self.keeps:
+        if name is None and id(value) not in self.kept_ids:
             name = next((name for base, name in KIND_OF.items() if isinstance(value, base)), None)
         if name is not None or self.has_shared_class(value):
             number = table.add(value)
-            return [name or "instance", number, self._contents(value, table)]
+            node = [name or "instance", number, self._contents(value, table)]
+            if name == "deque":
+                node.append(value.maxlen)
+            elif name == "defaultdict":
+                node.append(self.encode(value.default_factory, table))
+            return node
         if isinstance(value, tuple):
             fields = getattr(kind, "_fields", None)
             items = self._encode_all(value, table)
@@ -292,6 +297,13 @@ class Peer:
         match node:
             case ["instance", number, [name, *_] as payload]:
                 return self._filled(object.__new__(self.class_named(name)), number, payload, table)
+            case ["deque", number, payload, length]:
+                made = collections.deque(maxlen=None if length is None else _index(length))
+                return self._filled(made, number, payload, table)
+            case ["defaultdict", number, payload, factory]:
+                made = self._filled(collections.defaultdict(), number, payload, table)
+                made.default_factory = self.decode(factory, table)
+                return made
             case [name, number, payload] if name in MUTABLE:
                 return self._filled(MUTABLE[name](), number, payload, table)
             case ["ref", number]:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 class SolutionPeer(Peer):
     """The end of the pipes that serves the tests' requests."""
 
-    keeps = "solution"
-
     def __init__(self, reader: int, writer: int) -> None:
         super().__init__(reader, writer)
         sys.modules["solution"] = type(sys)("solution")  # dataclasses, for one, look up their class here
@@ -31,6 +29,7 @@ class SolutionPeer(Peer):
         self.output = io.BytesIO()
         self.numbers: dict[int, int] = {}  # of `shared`, by id
         self.given: dict[int, int] = {}  # numbers of the tests' functions, by id of what stands for them here
+        self.kept_ids: set[int] = set()  # of instances that the tests made
         self.kept: list[Any] = []  # keeps these ids
         self.classes: dict[str, type] = {}  # which the tests have too
 
@@ -41,7 +40,11 @@ class SolutionPeer(Peer):
         if operation == "name":
             return self.namespace[args[0]]
         if operation == "call":
-            return args[0](*args[1:], **kwargs)
+            made = args[0](*args[1:], **kwargs)
+            if isinstance(args[0], type):
+                self.kept_ids.add(id(made))
+                self.kept.append(made)
+            return made
         if operation == "await":
             import asyncio
 

@@ -74,7 +74,7 @@ class Handle:
         value = self._groupax_peer.request("getattr", self, name)
         if name in PLAIN_METHODS and callable(value) and not self._groupax_rights:
             raise AttributeError(f"{name}, of an object that the solution returned, is not one of a plain value")
-        return with_rights(value, "class") if CLASS_NAME.fullmatch(name) else value
+        return with_rights(value, "class") if self._groupax_rights and CLASS_NAME.fullmatch(name) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._groupax_peer.request("setattr", self, name, value)
@@ -237,8 +237,9 @@ class Namespace(dict):
         value, module = self.peer.name(name), ALIASES.get(name, name)
         if value is SOLUTION_MODULE:  # imported here, by the name that the tests use
             self[name] = value = importlib.import_module(module)
-        elif isinstance(value, Handle) and name != self.entry_point and module in MODULES:
-            return lambda *args, **kwargs: value(*args, **kwargs)  # a function, but no attributes of a false module
+        elif isinstance(value, (Handle, tuple, BaseException)) and name != self.entry_point and module in MODULES:
+            called: Any = value  # what is no function raises as it would there
+            return lambda *args, **kwargs: called(*args, **kwargs)  # without the attributes of a false module
         return value
 
 
