@@ -30,8 +30,9 @@ from groupax import Engine, SamplingParams, init_model
 from groupax.core.settings.rollouts import EpisodeSettings
 from groupax.core.types import Rollout
 from groupax.engine.scheduler import TURN_STEPS
-from groupax.episodes.play import Prompts, play_episodes
+from groupax.episodes.play import Prompts
 from groupax.episodes.rules import make_rules
+from groupax.rollouts.collector import sample_groups
 
 PROMPTS, GROUP, TURN_TOKENS = 8, 8, 32
 CALL = '<tool_call>\n{"name": "wait", "arguments": {"number": 1}}\n</tool_call>'
@@ -90,7 +91,7 @@ def played(engine: Engine, seconds: float, turns: int) -> tuple[float, list[Roll
     bias = {call: math.log((len(tokenizer) - 1) / (TURN_TOKENS - 1)), end: -100.0}
     params = SamplingParams(n=GROUP, max_tokens=1200, logit_bias=bias, stop_token_ids=(call,), seed=3)
     started_s = time.perf_counter()
-    groups = play_episodes(
+    groups = sample_groups(
         engine, tokenizer, Prompts([{"prompt": prompt}] * PROMPTS, [ids] * PROMPTS), params, 0, rules=rules
     )
     rows = [row for group in sorted(groups, key=lambda group: group[0].prompt_index) for row in group]

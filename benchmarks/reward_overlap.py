@@ -20,10 +20,10 @@ from models import QWEN_7M, parser
 
 from groupax import Engine, SamplingParams, init_model
 from groupax.core.settings.rollouts import RewardSettings
-from groupax.episodes.play import Prompts, play_episodes
+from groupax.episodes.play import Prompts
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
-from groupax.rewards.scoring import score_groups
+from groupax.rollouts.collector import sample_groups
 
 GROUPS, GROUP, NEW_TOKENS, SLEEP_S = 8, 4, 512, 1.0
 
@@ -54,7 +54,7 @@ def main() -> None:
     def timed(**settings: Any) -> dict[str, float]:
         with RewardRunner(resolve_rewards(sleeps, []), RewardSettings(**settings)) as runner:
             started_s = time.perf_counter()
-            scored = score_groups(play_episodes(engine, Texts(), Prompts(examples, prompts), params, step=0), runner)
+            scored = runner.score(sample_groups(engine, Texts(), Prompts(examples, prompts), params, step=0))
             whole_s = time.perf_counter() - started_s
         return {"whole_s": whole_s, "decoding_s": scored.rollout_s, "waiting_for_rewards_s": scored.reward_s}
 

@@ -92,13 +92,14 @@ def generate(arguments: Sequence[str]) -> None:
 def _sample(engine: "Engine", command: Generate, rules: "Rules") -> list[list["Rollout"]]:
     """Returns the completions of each prompt."""
     from groupax.data.tokenizer import encode_prompts
-    from groupax.episodes.play import Prompts, play_episodes
+    from groupax.episodes.play import Prompts
+    from groupax.rollouts.collector import sample_groups
 
     is_chat = rules.has_turns or (bool(engine.tokenizer.chat_template) and not command.raw)
     rows = [{"prompt": [{"role": "user", "content": text}] if is_chat else text} for text in command.prompt]
     kwargs = [command.chat_template_kwargs] * len(rows)
     ids = encode_prompts(engine.tokenizer, [row["prompt"] for row in rows], kwargs, tools=rules.schemas_of(rows))
-    groups = list(play_episodes(engine, engine.tokenizer, Prompts(rows, ids), command.sampling, step=0, rules=rules))
+    groups = list(sample_groups(engine, engine.tokenizer, Prompts(rows, ids), command.sampling, step=0, rules=rules))
     return sorted(groups, key=lambda group: group[0].prompt_index)
 
 

@@ -24,7 +24,7 @@ from groupax.core.settings.sampling import SamplingParams
 from groupax.core.terminal.printable import short_repr
 from groupax.core.types import FinishReason, PromptImages, Rollout
 from groupax.data.examples import Examples, with_values
-from groupax.data.tokenizer import decode, encode_prompts, special_token_ids
+from groupax.data.tokenizer import decode, encode_prompts
 from groupax.engine.prefix_cache import Place
 from groupax.engine.sequence import ConversingSession, Sampler, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
@@ -39,9 +39,9 @@ from groupax.episodes.environment import (
     warn_of_failure,
     with_observation,
 )
-from groupax.episodes.episode import Episode, EpisodeFailed, Start, group_seed, stacked_experts
+from groupax.episodes.episode import Episode, EpisodeFailed, Start, group_seed
 from groupax.episodes.record import LEFT, Question, Record
-from groupax.episodes.rules import SINGLE_TURNS, Rules, Setup
+from groupax.episodes.rules import Rules, Setup
 from groupax.episodes.scheduler import Calls, Method, Scheduler, Task
 from groupax.tools.calls import ToolCall, answered_calls
 from groupax.tools.results import checked_reward
@@ -74,102 +74,36 @@ def play_episodes(
     prompts: Prompts,
     params: SamplingParams,
     step: int,
-    policy_version: int = 0,
-    rules: Rules = SINGLE_TURNS,
+    policy_version: int,
+    rules: Rules,
     record: Record | None = None,
 ) -> Generator[list[Rollout], None, None]:
-    """Yields the group of each prompt as soon as its last episode has ended.
+    """Yields the group of each prompt as soon as its last episode has ended (see `collector.sample_groups`).
 
     What is yielded depends on nothing but the arguments and what tools and environments return, in whatever order they
-    do so. A stop string that is a special token is treated as a stop token, since servers may omit it from their texts.
-
-    Args:
-        sampler: Sampler with the weights to sample from.
-        tokenizer: Tokenizer that decodes the completions.
-        prompts: The prompts.
-        params: Sampling parameters; `n` is the size of a group, `max_tokens` counts all tokens after the prompt.
-        step: Number that distinguishes rollouts with the same seed.
-        policy_version: Version of the weights, which is recorded in each rollout.
-        rules: Tools and environments.
-        record: Answers of tools and environments from before the run was resumed, to which new ones are added.
+    do so.
 
     Raises:
         RunError: All environments of a group failed to start, or started differently for the episodes of a group; or
             what the rules' own function has sampled cannot be used.
     """
-    if params.stop:
-        assert not isinstance(params.stop_token_ids, int), "made a tuple of one when it was set"
-        special = special_token_ids(tokenizer, params.stop)
-        params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
     rows = [prompts.rows[index] for index in range(len(prompts.token_ids))]
     images = prompts.images or [None] * len(rows)
     if rules.rollout_func is not None:
         request = RolloutRequest(sampler, tokenizer, rows, params, step, rules.template_kwargs)
         yield from custom_rollouts(rules.rollout_func, request, prompts.first, policy_version)
-    elif not rules.has_turns:
-        sequences = sampler.sequences(list(prompts.token_ids), params, step, prompts.first)
-        for sequence in sequences:
-            number = sequence.prompt_index - prompts.first
-            sequence.images = images[number]
-            if rules.adapters:
-                sequence.adapter = rules.adapter_of(rows[number])
-        for group in _completed(sampler, sequences, params.n):
-            texts = decode(tokenizer, [sequence.tokens for sequence in group])
-            pairs = zip(group, texts, strict=True)
-            row = rows[group[0].prompt_index - prompts.first]
-            yield [_completion(sequence, row, text, policy_version, rules) for sequence, text in pairs]
-    else:
-        settings = rules.settings
-        limits = settings.tool_workers, settings.tool_timeout_s, rules.max_result_bytes
-        with ToolRunner(*limits, rules.hung) as runner, closing(sampler.session()) as session:
-            calls = Calls(runner, record or Record())
-            player = Player(sampler, session, calls, tokenizer, rules, params, step)
-            try:
-                yield from player.play_all(rows, prompts.token_ids, images, prompts.first, policy_version)
-            finally:
-                player.close()
-
-
-def _completed(sampler: Sampler, sequences: Sequence[Completion], size: int) -> Iterator[list[Completion]]:
-    """Yields groups of sequences that have ended."""
-    groups: dict[int, list[Completion]] = {}
-    with closing(sampler.session()) as session:
-        session.submit(sequences)
-        while session.busy:
-            for sequence, _ in session.step():
-                if sequence.finish_reason:
-                    groups.setdefault(sequence.prompt_index, []).append(sequence)
-            for index in [index for index, group in groups.items() if len(group) == size]:
-                yield sorted(groups.pop(index), key=lambda sequence: sequence.sample_index)
-
-
-def _completion(
-    sequence: Completion, example: Mapping[str, Any], text: str, policy_version: int, rules: Rules
-) -> Rollout:
-    """Returns the rollout of a plain completion. One that the engine gave up is a failure, which counts nowhere."""
-    assert sequence.finish_reason is not None, "it has ended"
-    tokens, logps, reason = sequence.tokens, (sequence.policy_logps, sequence.sampler_logps), sequence.finish_reason
-    if sequence.fault:
-        reason = "env_error"
-        warn_of_failure(rules.warned, "a completion", "is left out of its group", fault_of(sequence))
-        if not tokens:  # one that counts nowhere, since a rollout has at least one
-            tokens, logps = [int(sequence.prompt[-1])], ([0.0], [0.0])
-    return Rollout(
-        prompt_index=sequence.prompt_index,
-        sample_index=sequence.sample_index,
-        example=example,
-        prompt_ids=sequence.prompt,
-        completion_ids=np.asarray(tokens, np.int32),
-        policy_logps=np.asarray(logps[0], np.float32),
-        sampler_logps=np.asarray(logps[1], np.float32),
-        finish_reason=reason,
-        policy_version=policy_version,
-        text=text,
-        mask=np.full(len(tokens), bool(sequence.tokens)),
-        adapter=sequence.adapter,
-        images=sequence.images,
-        experts=stacked_experts(sequence.experts) if sequence.experts else None,
-    )
+        return
+    settings = rules.settings
+    limits = settings.tool_workers, settings.tool_timeout_s, rules.max_result_bytes
+    record = record or Record()
+    # on an error the record is closed too: servers of environments would go on
+    with closing(record), ToolRunner(*limits, rules.hung) as runner, closing(sampler.session()) as session:
+        calls = Calls(runner, record)
+        player = Player(sampler, session, calls, tokenizer, rules, params, step)
+        try:
+            yield from player.play_all(rows, prompts.token_ids, images, prompts.first, policy_version)
+        finally:
+            player.close()
 
 
 def fault_of(sequence: Completion) -> Outcome:

@@ -9,12 +9,12 @@ from groupax.core.terminal.tables import table_html
 from groupax.core.types import Metrics, Rollout
 from groupax.data.prompts import PromptSet
 from groupax.engine.sequence import Sampler
-from groupax.episodes.play import Prompts, play_episodes
+from groupax.episodes.play import Prompts
 from groupax.evaluation.items import ACCURACY_REWARDS, ONLY_SET, Item, estimates, make_items
 from groupax.events import Emit, counted, ignore
 from groupax.rewards.contract import Reward
-from groupax.rewards.scoring import Scored, score_groups
-from groupax.rollouts.collector import Episodes, Scoring
+from groupax.rewards.runner import Scored
+from groupax.rollouts.collector import Episodes, Scoring, sample_groups
 from groupax.rollouts.completions import completion_metrics, episode_metrics, logged_metrics, with_logged
 from groupax.rollouts.estimates import Estimate
 
@@ -127,8 +127,8 @@ def evaluate(
     """
     rules, names, correctness_reward = episodes.rules, scoring.runner.names, scoring.correctness_reward
     asked = Prompts(prompts.examples, prompts.token_ids, prompts.images_of(range(len(prompts))))
-    groups = play_episodes(sampler, episodes.tokenizer, asked, params, step=0, rules=rules)
-    scored = score_groups(counted(groups, emit, phase, len(prompts), f"{phase}, scoring"), scoring.runner)
+    groups = sample_groups(sampler, episodes.tokenizer, asked, params, step=0, rules=rules)
+    scored = scoring.runner.score(counted(groups, emit, phase, len(prompts), f"{phase}, scoring"))
     items = make_items(scored.groups, names, scoring.weights, correctness_reward)
     found = estimates(items)
     of_episodes = episode_metrics([row for group in scored.groups for row in group]) if rules.has_turns else {}

@@ -1,7 +1,7 @@
 """Scores groups of completions during decoding: each as soon as it is sampled, and no call can stop the run.
 
-    start(group) ──► a call of each reward function (see `calls`)
-    finish()     ◄── scores of all groups; until then the main thread calls the functions that need it
+    score: start(group) ──► a call of each reward function (see `calls`)
+           finish()     ◄── scores of all groups; until then the main thread calls the functions that need it
 
 Several threads may score at the same time, each its own groups; functions that need the main thread are then called
 while that one is in `serve`. Of several processes each scores a share of the groups. Imports no jax.
@@ -10,10 +10,13 @@ while that one is in `serve`. Of several processes each scores a share of the gr
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
+
+import numpy as np
 
 from groupax.core.errors import RewardError
 from groupax.core.settings.rollouts import RewardSettings
@@ -23,6 +26,27 @@ from groupax.rewards.calls import Supervisor
 from groupax.rewards.contract import Reward, Scores, checked_scores
 from groupax.rewards.resolve import check_setup
 from groupax.rewards.workers import MainThread, check_sendable
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Groups with their rewards.
+
+    Attributes:
+        groups: Groups in the order of their prompts.
+        failures: Number of completions without a reward because of a fault, by reward.
+        errors: First error of each reward that failed.
+        logged: Numbers that reward functions logged, one per call, by name.
+        rollout_s: Seconds until the last group was sampled.
+        reward_s: Further seconds until the last group was scored.
+    """
+
+    groups: list[list[Rollout]]
+    failures: Mapping[str, int]
+    errors: Mapping[str, str]
+    logged: Mapping[str, Sequence[float]]
+    rollout_s: float
+    reward_s: float
 
 
 class _ThreadState(threading.local):
@@ -90,10 +114,38 @@ class RewardRunner:
     def state(self, state: TrainerState) -> None:
         self._own.trainer_state = state
 
-    @property
-    def groups(self) -> list[list[Rollout]]:
-        """This thread's groups since its last `finish`."""
-        return self._own.groups
+    def score(self, sampled: Iterable[list[Rollout]]) -> Scored:
+        """Scores groups while further ones are sampled.
+
+        Args:
+            sampled: Yields each group when its last completion ends.
+
+        Raises:
+            RewardError: A call failed and `reward_errors` is "raise".
+        """
+        started_s = time.perf_counter()
+        groups = []
+        for group in sampled:
+            self.start(group)
+            groups.append(group)
+        sampled_s = time.perf_counter()
+        results = self.finish()
+        scored_s = time.perf_counter()
+        failures = dict.fromkeys(self.names, 0)
+        errors: dict[str, str] = {}
+        logged: dict[str, list[float]] = {}
+        scored = []
+        for group, scores in zip(groups, results, strict=True):
+            by_name = dict(zip(self.names, scores, strict=True))
+            for name, score in by_name.items():
+                failures[name] += score.num_failures
+                if score.error:
+                    errors.setdefault(name, score.error)
+                for metric, value in score.metrics.items():
+                    logged.setdefault(metric, []).append(value)
+            scored.append(_with_scores(group, by_name))
+        scored.sort(key=lambda group: group[0].prompt_index)
+        return Scored(scored, failures, errors, logged, sampled_s - started_s, scored_s - sampled_s)
 
     def start(self, group: Sequence[Rollout]) -> None:
         """Starts to score a group and returns at once. Of several processes each scores its share of the groups."""
@@ -178,6 +230,30 @@ class RewardRunner:
         """Returns whether this process makes the calls of this index."""
         num = processes.num_processes()
         return num == 1 or index % num == processes.process_index()
+
+
+def _with_scores(group: Sequence[Rollout], scores: Mapping[str, Scores]) -> list[Rollout]:
+    extra = {column: values for score in scores.values() for column, values in score.extra.items()}
+    rows = []
+    for index, row in enumerate(group):
+        # an episode whose environment failed is not compared with the others
+        values = {name: np.nan if row.is_failure else score.values[index] for name, score in scores.items()}
+        by_turn = {name: score.by_turn[index] for name, score in scores.items()}
+        by_turn = {} if row.is_failure else {name: each for name, each in by_turn.items() if each is not None}
+        rows.append(
+            replace(
+                row,
+                rewards={name: None if np.isnan(value) else float(value) for name, value in values.items()},
+                turns=tuple(
+                    replace(turn, rewards={name: each[number] for name, each in by_turn.items()}) if by_turn else turn
+                    for number, turn in enumerate(row.turns)
+                ),
+                advantage=0.0,
+                environment=None,
+                extra={column: each[index] for column, each in extra.items() if index < len(each)},
+            )
+        )
+    return rows
 
 
 def _split(scores: Scores, groups: Sequence[Sequence[Rollout]]) -> list[Scores]:

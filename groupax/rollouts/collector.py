@@ -1,8 +1,9 @@
 """Collects experience: groups of completions with rewards, advantages and log-probs, for updates to train on."""
 
 import itertools
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from collections.abc import Sequence as Many
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,38 +13,38 @@ import numpy as np
 
 from groupax.core.config import GRPOConfig
 from groupax.core.errors import RewardError, RunError, is_out_of_memory
-from groupax.core.settings.objective import AdvantageSettings, MaskSettings
+from groupax.core.settings.objective import AdvantageSettings
 from groupax.core.settings.sampling import SamplingParams
-from groupax.core.types import TRUNCATIONS, Branch, FinishReason, Metrics, Rollout, Row, TrainerState
+from groupax.core.types import Metrics, Rollout, Row, TrainerState
 from groupax.data.examples import visit_order
 from groupax.data.prompts import PromptSet
-from groupax.engine.sequence import PolicySampler, Sampler
-from groupax.episodes.play import Prompts, play_episodes
+from groupax.data.tokenizer import decode, special_token_ids
+from groupax.engine.sequence import PolicySampler, Sampler, Sequence
+from groupax.episodes.environment import warn_of_failure
+from groupax.episodes.episode import stacked_experts
+from groupax.episodes.play import Prompts, fault_of, play_episodes
 from groupax.episodes.record import Record
-from groupax.episodes.rules import Rules
+from groupax.episodes.rules import SINGLE_TURNS, Rules
 from groupax.events import Emit, PhaseStarted, counted, ignore
 from groupax.objective.advantages import (
     Advantages,
     clipped_sum,
     find_advantage_estimator,
     group_advantages,
-    return_advantages,
     with_penalty,
 )
+from groupax.objective.turn_credit import return_advantages
 from groupax.parallel import processes
 from groupax.rewards.contract import reward_matrix, turn_reward_matrices
-from groupax.rewards.runner import RewardRunner
-from groupax.rewards.scoring import Scored, score_groups
+from groupax.rewards.runner import RewardRunner, Scored
 from groupax.rollouts.completions import (
-    completion_metrics,
-    episode_metrics,
     logged_metrics,
     reward_metrics,
+    rollout_metrics,
     solved_metrics,
-    trl_zero_std_frac,
     with_logged,
 )
-from groupax.rollouts.state import Cursor, Experience, Group, UpdateSchedule
+from groupax.rollouts.state import Cursor, Experience, Group, UpdateSchedule, masked_ends, row_of, row_of_branch
 from groupax.training.adapters import PolicyLearner
 
 
@@ -132,30 +133,26 @@ class Collector:
         """
         filters, wanted = self.args.filter_zero_variance, self.schedule.prompts_per_rollout
         budget = int(wanted * self.args.filter_budget) if filters else wanted
-        runner = self.scoring.runner
         kept: list[Group] = []
         flat: list[Group] = []  # without signal
         rounds: list[Scored] = []
-        while len(kept) < wanted and len(kept) + len(flat) < budget:
-            first = len(kept) + len(flat)
+        while len(kept) < wanted and (first := len(kept) + len(flat)) < budget:
             count = min(wanted - len(kept), budget - first)
-            completions = self.sample(sampler, cursor, policy_version, first, count)
-            runner.state = self.trainer_state(cursor)
-            with closing(completions):  # rewards are computed while further groups are sampled
-                scored = score_groups(counted(completions, self.emit, "sampling", count, "scoring"), runner)
-            rounds.append(scored)
-            for group in scored.groups:
+            sampled = self.sample(sampler, cursor, policy_version, first, count)
+            rounds.append(self.score(sampled, cursor, count))
+            for group in rounds[-1].groups:
                 (flat if filters and self.advantages([group]).zero_std[0] else kept).append(group)
         num_filled = wanted - len(kept)
         trained, dropped = kept + flat[:num_filled], flat[num_filled:]
         groups = with_advantages(trained, self.advantages(trained)) + dropped
-        if any(scored.errors for scored in rounds):
-            self._stop_if_a_reward_never_works(rounds, cursor)
+        errors = {name: error for scored in reversed(rounds) for name, error in scored.errors.items()}
+        if errors:
+            self._stop_if_a_reward_never_works(rounds, errors, cursor)
         metrics: Metrics = {
             "time/rollout_s": sum(scored.rollout_s for scored in rounds),
             "time/reward_s": sum(scored.reward_s for scored in rounds),
         }
-        for name in runner.names:
+        for name in self.scoring.runner.names:
             metrics[f"rewards/{name}/failures"] = float(sum(scored.failures[name] for scored in rounds))
         if filters:
             metrics |= {
@@ -164,10 +161,7 @@ class Collector:
                 "filter/dropped_frac": len(dropped) / len(groups),
                 "filter/filled_up_frac": num_filled / wanted,
             }
-        errors = {name: error for scored in reversed(rounds) for name, error in scored.errors.items()}
         experience = self.experience(groups, cursor, metrics, errors)
-        if not any(scored.logged for scored in rounds):
-            return experience
         return replace(experience, metrics=with_logged(experience.metrics, logged_metrics(rounds)))
 
     def sample(
@@ -178,27 +172,19 @@ class Collector:
         Raises:
             RunError: The devices have too little memory.
         """
-        visited = self.visited(cursor.num_prompts + first, count)
-        prompts, episodes = self.prompts, self.episodes
-        record = self.record(cursor.num_rollouts) if episodes.rules.has_turns else None
-        groups = play_episodes(
-            sampler,
-            episodes.tokenizer,
-            Prompts(
-                [prompts.examples[index] for index in visited],
-                [prompts.token_ids[index] for index in visited],
-                () if prompts.images is None else prompts.images_of(visited),
-                first,
-            ),
-            self.params,
-            cursor.num_rollouts,
-            policy_version,
-            episodes.rules,
-            record,
+        visited, rules = self.visited(cursor.num_prompts + first, count), self.episodes.rules
+        examples, token_ids = self.prompts.examples, self.prompts.token_ids
+        prompts = Prompts(
+            [examples[index] for index in visited],
+            [token_ids[index] for index in visited],
+            self.prompts.images_of(visited),
+            first,
         )
+        number, record = cursor.num_rollouts, self.record(cursor.num_rollouts) if rules.has_turns else None
         try:
-            with closing(record) if record else nullcontext(), closing(groups):  # on an error too: servers would go on
-                yield from groups
+            yield from sample_groups(
+                sampler, self.episodes.tokenizer, prompts, self.params, number, policy_version, rules, record
+            )
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -208,7 +194,14 @@ class Collector:
                 f"kv_cache_gb (now {args.kv_cache_gb}). The devices say:\n{error}"
             ) from error
 
-    def advantages(self, groups: Sequence[Group], penalty: np.ndarray | None = None) -> Advantages:
+    def score(self, sampled: Generator[Group, None, None], cursor: Cursor, count: int) -> Scored:
+        """Returns groups with their rewards, which are computed while further groups are sampled."""
+        runner = self.scoring.runner
+        runner.state = self.trainer_state(cursor)
+        with closing(sampled):
+            return runner.score(counted(sampled, self.emit, "sampling", count, "scoring"))
+
+    def advantages(self, groups: Many[Group], penalty: np.ndarray | None = None) -> Advantages:
         """Returns the advantages of groups by their rewards, minus a penalty of each completion if there is one."""
         rows = [row for group in groups for row in group]
         weights, num_generations = self.scoring.weights, self.args.num_generations
@@ -245,7 +238,7 @@ class Collector:
         return replace(experience, groups=groups, minibatches=minibatches, metrics=metrics)
 
     def _penalized(
-        self, groups: Sequence[Group], minibatches: Sequence[list[Row]], reference: Sequence[list[np.ndarray]]
+        self, groups: Many[Group], minibatches: Many[list[Row]], reference: Many[list[np.ndarray]]
     ) -> tuple[list[Group], Metrics]:
         """Returns groups with advantages by their rewards minus `beta` times their KL, and the metrics of the KL."""
         pairs = zip((row for rows in minibatches for row in rows), (x for each in reference for x in each), strict=True)
@@ -263,7 +256,7 @@ class Collector:
         args = self.args
         return visit_order(self.num_prompts, first, count, args.seed, args.prompt_order, self.prompts_per_epoch)
 
-    def cut(self, groups: Sequence[Group]) -> list[list[Row]]:
+    def cut(self, groups: Many[Group]) -> list[list[Row]]:
         """Cuts a rollout into minibatches of rows; those of one prompt share a number and its computation."""
         size, with_sampler_logps = self.schedule.rows, self.args.rollout_correction != "none"
         episodes: list[list[Row]] = []
@@ -292,23 +285,16 @@ class Collector:
         self, groups: list[Group], cursor: Cursor, metrics: Metrics, errors: Mapping[str, str]
     ) -> Experience:
         """Returns groups as a rollout, without log-probs, with the metrics of completions, rewards and episodes."""
-        rows, names = [row for group in groups for row in group], self.scoring.runner.names
-        advantages, args, rules = self.advantages(groups), self.args, self.episodes.rules
-        own_metrics = episode_metrics(rows) if rules.has_turns else {}
-        # what failed by no fault of the model counts nowhere else
-        counted = [row for row in rows if not row.is_failure]
-        own_metrics |= completion_metrics(counted) | reward_metrics(names, reward_matrix(names, counted), advantages)
-        if args.metric_definitions == "trl":
-            own_metrics |= trl_zero_std_frac(advantages, args.scale_rewards, args.multi_objective_aggregation)
+        rows, names, rules = [row for group in groups for row in group], self.scoring.runner.names, self.episodes.rules
+        own = rollout_metrics(rows, self.advantages(groups), names, self.args, has_turns=rules.has_turns)
         if reward := self.scoring.correctness_reward:
-            own_metrics |= solved_metrics(np.array([[row.rewards[reward] for row in group] for group in groups], float))
+            own |= solved_metrics(np.array([[row.rewards[reward] for row in group] for group in groups], float))
         for adapter in rules.adapters if rules.templates is None else ():  # programs ask several for one answer
-            own = [group for group in groups if group[0].adapter == adapter]
-            if own:
-                rewards = reward_matrix(names, [row for group in own for row in group if not row.is_failure])
-                of_adapter = reward_metrics(names, rewards, self.advantages(own))
-                own_metrics[f"adapters/{adapter}/reward"] = of_adapter["reward"]
-        metrics = own_metrics | metrics | {"epoch": (cursor.num_prompts + len(groups)) / self.num_prompts}
+            if trained := [group for group in groups if group[0].adapter == adapter]:
+                rewards = reward_matrix(names, [row for group in trained for row in group if not row.is_failure])
+                of_adapter = reward_metrics(names, rewards, self.advantages(trained))
+                own[f"adapters/{adapter}/reward"] = of_adapter["reward"]
+        metrics = own | metrics | {"epoch": (cursor.num_prompts + len(groups)) / self.num_prompts}
         num_new = sum(row.num_sampled_tokens for row in rows)
         num_tokens = num_new + sum(len(each.prompt_ids) for row in rows for each in (row, *row.branches))
         if metrics["time/rollout_s"]:
@@ -316,12 +302,11 @@ class Collector:
         metrics["num_tokens"] = float(cursor.num_tokens + num_tokens)  # final in `with_logprobs`; no reward may log it
         return Experience(groups, metrics, errors, cursor.num_prompts, num_tokens)
 
-    def _stop_if_a_reward_never_works(self, rounds: Sequence[Scored], cursor: Cursor) -> None:
+    def _stop_if_a_reward_never_works(self, rounds: Many[Scored], errors: Mapping[str, str], cursor: Cursor) -> None:
         """Raises a RewardError if a reward function failed for all completions, since it or its service is broken."""
         num_completions = sum(len(group) for scored in rounds for group in scored.groups)
-        for name in self.scoring.runner.names:
+        for name, error in errors.items():
             if sum(scored.failures[name] for scored in rounds) == num_completions:
-                error = next(scored.errors[name] for scored in rounds if name in scored.errors)
                 is_first = cursor.num_rollouts == 0
                 which = "the first rollout" if is_first else f"the rollout of step {cursor.step + 1}"
                 advice = "" if is_first else "\nNothing was trained on it, and a resumed run samples it again"
@@ -330,14 +315,94 @@ class Collector:
                 )
 
 
+def sample_groups(
+    sampler: Sampler,
+    tokenizer: Any,
+    prompts: Prompts,
+    params: SamplingParams,
+    step: int,
+    policy_version: int = 0,
+    rules: Rules = SINGLE_TURNS,
+    record: Record | None = None,
+) -> Generator[Group, None, None]:
+    """Yields the group of each prompt as soon as its last completion, or episode, has ended.
+
+    A stop string that is a special token is treated as a stop token, since servers may omit it from their texts.
+
+    Args:
+        sampler: Sampler with the weights to sample from.
+        tokenizer: Tokenizer that decodes the completions.
+        prompts: The prompts.
+        params: Sampling parameters; `n` is the size of a group, `max_tokens` counts all tokens after the prompt.
+        step: Number that distinguishes rollouts with the same seed.
+        policy_version: Version of the weights, which is recorded in each rollout.
+        rules: Tools and environments (see `play_episodes`).
+        record: Answers of tools and environments from before the run was resumed, to which new ones are added.
+    """
+    if params.stop:
+        assert not isinstance(params.stop_token_ids, int), "made a tuple of one when it was set"
+        special = special_token_ids(tokenizer, params.stop)
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
+    if rules.rollout_func is not None or rules.has_turns:
+        yield from play_episodes(sampler, tokenizer, prompts, params, step, policy_version, rules, record)
+        return
+    sequences = sampler.sequences(list(prompts.token_ids), params, step, prompts.first)
+    rows = [prompts.rows[index] for index in range(len(prompts.token_ids))]
+    for sequence in sequences:
+        number = sequence.prompt_index - prompts.first
+        sequence.adapter = rules.adapter_of(rows[number])
+        sequence.images = prompts.images[number] if prompts.images else None
+    groups: dict[int, list[Sequence]] = {}
+    with closing(sampler.session()) as session:
+        session.submit(sequences)
+        while session.busy:
+            for sequence, _ in session.step():
+                if sequence.finish_reason:
+                    groups.setdefault(sequence.prompt_index, []).append(sequence)
+            for index in [index for index, group in groups.items() if len(group) == params.n]:
+                group = sorted(groups.pop(index), key=lambda sequence: sequence.sample_index)
+                texts = decode(tokenizer, [sequence.tokens for sequence in group])
+                row = rows[index - prompts.first]
+                yield [_rollout_of(*each, row, policy_version, rules) for each in zip(group, texts, strict=True)]
+
+
+def _rollout_of(
+    sequence: Sequence, text: str, example: Mapping[str, Any], policy_version: int, rules: Rules
+) -> Rollout:
+    """Returns a plain completion. One that the engine gave up is a failure, which counts nowhere."""
+    assert sequence.finish_reason is not None, "it has ended"
+    tokens, logps, reason = sequence.tokens, (sequence.policy_logps, sequence.sampler_logps), sequence.finish_reason
+    if sequence.fault:
+        reason = "env_error"
+        warn_of_failure(rules.warned, "a completion", "is left out of its group", fault_of(sequence))
+        if not tokens:  # one that counts nowhere, since a rollout has at least one
+            tokens, logps = [int(sequence.prompt[-1])], ([0.0], [0.0])
+    return Rollout(
+        prompt_index=sequence.prompt_index,
+        sample_index=sequence.sample_index,
+        example=example,
+        prompt_ids=sequence.prompt,
+        completion_ids=np.asarray(tokens, np.int32),
+        policy_logps=np.asarray(logps[0], np.float32),
+        sampler_logps=np.asarray(logps[1], np.float32),
+        finish_reason=reason,
+        policy_version=policy_version,
+        text=text,
+        mask=np.full(len(tokens), bool(sequence.tokens)),
+        adapter=sequence.adapter,
+        images=sequence.images,
+        experts=stacked_experts(sequence.experts) if sequence.experts else None,
+    )
+
+
 def sampling_params(args: GRPOConfig) -> SamplingParams:
     """Returns the sampling parameters of rollouts."""
     return args.part(SamplingParams, n=args.num_generations, max_tokens=args.max_completion_length)
 
 
 def advantages_of(
-    rollouts: Sequence[Rollout],
-    names: Sequence[str],
+    rollouts: Many[Rollout],
+    names: Many[str],
     weights: np.ndarray,
     num_generations: int,
     settings: AdvantageSettings | Any,
@@ -360,63 +425,13 @@ def advantages_of(
     return replace(advantages, rewards=totals)
 
 
-def with_advantages(groups: Sequence[Group], advantages: Advantages) -> list[Group]:
+def with_advantages(groups: Many[Group], advantages: Advantages) -> list[Group]:
     """Returns groups whose completions have these advantages, in their order."""
     values, of_turns = iter(advantages.values.tolist()), advantages.turns
     turns = itertools.repeat(None) if of_turns is None else (tuple(own.tolist()) for own in of_turns)
     return [[replace(row, advantage=next(values), turn_advantages=next(turns)) for row in group] for group in groups]
 
 
-def masked_ends(settings: MaskSettings) -> Collection[FinishReason]:
-    """Returns the ends of completions that do not count in the loss."""
-    ends = settings.mask_truncated_completions
-    return (TRUNCATIONS if ends else ()) if isinstance(ends, bool) else ends
-
-
-def row_of(rollout: Rollout, group: int, masked_ends: Collection[FinishReason], with_sampler_logps: bool) -> Row:
-    """Returns a scored completion as a row, without the log-probs that the trainer computes.
-
-    A token that was sampled has the advantage of its turn, or else that of the episode, and all others have 0.
-    """
-    counts = not rollout.is_failure and rollout.finish_reason not in masked_ends
-    advantages = np.full(len(rollout.completion_ids), rollout.advantage, np.float32)
-    if rollout.turn_advantages is not None:
-        advantages[:] = 0.0
-        for turn, advantage in zip(rollout.turns, rollout.turn_advantages, strict=True):
-            advantages[turn.start : turn.end] = advantage
-    return Row(
-        group=group,
-        prompt=rollout.prompt_ids,
-        completion=rollout.completion_ids,
-        mask=rollout.mask & counts,
-        advantages=np.where(rollout.mask, advantages, np.float32(0.0)),
-        rollout_logp=rollout.policy_logps,
-        policy_version=rollout.policy_version,
-        sampler_logp=rollout.sampler_logps if with_sampler_logps else None,
-        experts=rollout.experts,
-        is_failure=rollout.is_failure,
-        adapter=rollout.adapter,
-        images=rollout.images,
-    )
-
-
-def row_of_branch(branch: Branch, group: int, row: Row, advantage: float) -> Row:
-    """Returns a further stream of an episode as a row."""
-    return replace(
-        row,
-        group=group,
-        prompt=branch.prompt_ids,
-        completion=branch.completion_ids,
-        mask=branch.mask & bool(row.mask.any()),
-        advantages=np.where(branch.mask, np.float32(advantage), np.float32(0.0)),
-        rollout_logp=branch.policy_logps,
-        sampler_logp=None if row.sampler_logp is None else branch.sampler_logps,
-        experts=None,
-        is_branch=True,
-        adapter=branch.adapter,
-    )
-
-
-def _with(rows: Sequence[Row], name: str, values: Sequence[np.ndarray]) -> list[Row]:
+def _with(rows: Many[Row], name: str, values: Many[np.ndarray]) -> list[Row]:
     """Returns the rows with one field set."""
     return [replace(row, **{name: value}) for row, value in zip(rows, values, strict=True)]

@@ -7,12 +7,27 @@ from typing import get_args
 
 import numpy as np
 
+from groupax.core.config import GRPOConfig
 from groupax.core.settings.objective import MultiObjectiveAggregation, ScaleRewards
 from groupax.core.settings.run import MetricDefinitions
 from groupax.core.types import TRUNCATIONS, EpisodeEnd, Metrics, Rollout, Turn
 from groupax.objective.advantages import Advantages
-from groupax.rewards.scoring import Scored
+from groupax.rewards.contract import reward_matrix
+from groupax.rewards.runner import Scored
 from groupax.rollouts.estimates import pass_at_k, powers_up_to
+
+
+def rollout_metrics(
+    rows: Sequence[Rollout], advantages: Advantages, names: Sequence[str], args: GRPOConfig, *, has_turns: bool
+) -> Metrics:
+    """Returns the metrics of a rollout's completions, of their rewards by these functions, and of their episodes."""
+    metrics = episode_metrics(rows) if has_turns else {}
+    # what failed by no fault of the model counts nowhere else
+    counted = [row for row in rows if not row.is_failure]
+    metrics |= completion_metrics(counted) | reward_metrics(names, reward_matrix(names, counted), advantages)
+    if args.metric_definitions == "trl":
+        metrics |= trl_zero_std_frac(advantages, args.scale_rewards, args.multi_objective_aggregation)
+    return metrics
 
 
 def completion_metrics(rollouts: Sequence[Rollout]) -> Metrics:

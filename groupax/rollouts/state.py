@@ -1,15 +1,19 @@
-"""The state of a run between steps, apart from the policy, and the schedule of its steps. Imports no jax."""
+"""The state of a run between steps, apart from the policy: its progress, its rollout, the rows of its updates.
+
+Imports no jax.
+"""
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
 
 from groupax.core.config import GRPOConfig
-from groupax.core.types import Metrics, Rollout, Row
+from groupax.core.settings.objective import MaskSettings
+from groupax.core.types import TRUNCATIONS, Branch, FinishReason, Metrics, Rollout, Row
 
 Group = list[Rollout]
 
@@ -95,6 +99,56 @@ class Experience:
 
     def _next(self, num: int) -> list[int]:
         return [(self.num_used + index) % len(self.minibatches) for index in range(num)]
+
+
+def masked_ends(settings: MaskSettings) -> Collection[FinishReason]:
+    """Returns the ends of completions that do not count in the loss."""
+    ends = settings.mask_truncated_completions
+    return (TRUNCATIONS if ends else ()) if isinstance(ends, bool) else ends
+
+
+def row_of(rollout: Rollout, group: int, masked_ends: Collection[FinishReason], with_sampler_logps: bool) -> Row:
+    """Returns a scored completion as a row, without the log-probs that the trainer computes.
+
+    A token that was sampled has the advantage of its turn, or else that of the episode, and all others have 0.
+    """
+    counts = not rollout.is_failure and rollout.finish_reason not in masked_ends
+    advantages = np.full(len(rollout.completion_ids), rollout.advantage, np.float32)
+    if rollout.turn_advantages is not None:
+        advantages[:] = 0.0
+        for turn, advantage in zip(rollout.turns, rollout.turn_advantages, strict=True):
+            advantages[turn.start : turn.end] = advantage
+    return Row(
+        group=group,
+        prompt=rollout.prompt_ids,
+        completion=rollout.completion_ids,
+        mask=rollout.mask & counts,
+        advantages=np.where(rollout.mask, advantages, np.float32(0.0)),
+        rollout_logp=rollout.policy_logps,
+        policy_version=rollout.policy_version,
+        sampler_logp=rollout.sampler_logps if with_sampler_logps else None,
+        experts=rollout.experts,
+        is_failure=rollout.is_failure,
+        adapter=rollout.adapter,
+        images=rollout.images,
+    )
+
+
+def row_of_branch(branch: Branch, group: int, row: Row, advantage: float) -> Row:
+    """Returns a further stream of an episode as a row."""
+    return replace(
+        row,
+        group=group,
+        prompt=branch.prompt_ids,
+        completion=branch.completion_ids,
+        mask=branch.mask & bool(row.mask.any()),
+        advantages=np.where(branch.mask, np.float32(advantage), np.float32(0.0)),
+        rollout_logp=branch.policy_logps,
+        sampler_logp=None if row.sampler_logp is None else branch.sampler_logps,
+        experts=None,
+        is_branch=True,
+        adapter=branch.adapter,
+    )
 
 
 MAX_DENOMINATOR = 10_000  # of a number of epochs

@@ -12,9 +12,10 @@ from groupax import Engine, SamplingParams, init_model
 from groupax.core.settings.rollouts import EpisodeSettings
 from groupax.core.types import Row
 from groupax.engine.prefix_cache import Place
-from groupax.episodes.play import Prompts, play_episodes
+from groupax.episodes.play import Prompts
 from groupax.episodes.rules import make_rules
 from groupax.parallel.mesh import make_mesh
+from groupax.rollouts.collector import sample_groups
 from groupax.tools.tool import Step
 from tests.conftest import TINY, rest_heavy
 from tests.training.test_agreement import trainer_logps
@@ -108,7 +109,7 @@ def rows_of_episodes(model, num_prompts, prefix_bytes, max_slots=256):
     # a turn has 15 tokens in the mean
     params = SamplingParams(n=4, max_tokens=300, stop=tuple("abcdefghijklmnop"), seed=2)
     examples = [{"prompt": prompt}] * num_prompts
-    groups = play_episodes(engine, tokenizer, Prompts(examples, [ids] * num_prompts), params, 0, rules=rules)
+    groups = sample_groups(engine, tokenizer, Prompts(examples, [ids] * num_prompts), params, 0, rules=rules)
     rollouts = [each for group in sorted(groups, key=lambda group: group[0].prompt_index) for each in group]
     rows = [
         Row(

@@ -17,7 +17,8 @@ from groupax.data import chat as chats
 from groupax.data.chat import TemplateProcess, render, render_all
 from groupax.data.prompts import encode_examples
 from groupax.data.tokenizer import encode_prompts, load_tokenizer
-from groupax.episodes.play import Prompts, play_episodes
+from groupax.episodes.play import Prompts
+from groupax.rollouts.collector import sample_groups
 from tests.conftest import SHARED, TINY
 from tests.engine.samplers import FinishedSession
 from tests.training.test_trainer import a_trainer
@@ -237,7 +238,7 @@ class Asked:
 def test_servers_are_asked_to_stop_at_tokens_that_their_texts_do_not_show():
     sampler, tokenizer = Asked(), a_tokenizer(eos_token="<eos>")
     params = SamplingParams(stop=("a", "<unk>"), stop_token_ids=(7,))
-    assert list(play_episodes(sampler, tokenizer, Prompts([], []), params, step=0)) == []
+    assert list(sample_groups(sampler, tokenizer, Prompts([], []), params, step=0)) == []
     assert sampler.params == replace(params, stop_token_ids=(7, 0))
 
 

@@ -20,10 +20,11 @@ from groupax.engine.prompt_logps import Scoring, compile_for
 from groupax.engine.sampling import History, changed_logits, row_keys, sample, uniforms
 from groupax.engine.sequence import find_stop, text_before_stop
 from groupax.engine.session import Session
-from groupax.episodes.play import Prompts, play_episodes
+from groupax.episodes.play import Prompts
 from groupax.models.decoder import logits
 from groupax.models.weights.quantize import decoding_params
 from groupax.parallel.mesh import AXES, num_data_shards
+from groupax.rollouts.collector import sample_groups
 from tests.conftest import TINY, rest_heavy
 
 RNG = np.random.default_rng(0)
@@ -427,7 +428,7 @@ def test_stop_texts_that_straddle_tokens(tiny_model, expected):
                 assert sequence.text == letters(tokens).partition(stop[0])[0]
                 assert sequence.finish_reason == ("stop" if end or tokens[-1] == 1 else "length")
     asked = Prompts([{}] * len(PROMPTS), PROMPTS)
-    sampled = play_episodes(engine, Letters(), asked, replace(PARAMS, stop=stop), step=0)
+    sampled = sample_groups(engine, Letters(), asked, replace(PARAMS, stop=stop), step=0)
     texts = {row.prompt_index: [member.text for member in rows] for rows in sampled for row in rows}
     assert [texts[index] for index in range(len(PROMPTS))] == [[letters(s.tokens) for s in group] for group in groups]
     with pytest.raises(ValueError, match=r"stop strings \('a'\) need a tokenizer"):
@@ -476,7 +477,7 @@ def test_a_stop_text_within_min_tokens_neither_ends_a_completion_nor_cuts_its_te
         assert len(sequence.tokens) > min_tokens
         assert sequence.text == text_before_stop(letters(sequence.tokens), stop, exempt)
         assert len(sequence.text) >= exempt - len(stop[0])
-        [[row]] = play_episodes(engine, Letters(), Prompts([{}], PROMPTS[:1]), wanted, step=0)
+        [[row]] = sample_groups(engine, Letters(), Prompts([{}], PROMPTS[:1]), wanted, step=0)
         assert row.text == letters(sequence.tokens), "training sees the stop text"
     assert text_before_stop("abcab", ["ab"], 2) == "abc"
 

@@ -16,8 +16,9 @@ from groupax.core.settings.rollouts import EpisodeSettings
 from groupax.core.settings.sampling import SamplingParams
 from groupax.episodes.custom import RolloutFunction, Trajectory
 from groupax.episodes.environment import EnvironmentClass, with_observation
-from groupax.episodes.play import Prompts, play_episodes
+from groupax.episodes.play import Prompts
 from groupax.episodes.rules import make_rules
+from groupax.rollouts.collector import sample_groups
 from groupax.tools.tool import Step, tool, tools_from
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer
@@ -68,7 +69,7 @@ def played(
     schemas = rules.setup_of(examples[0]).schemas
     text = TOKENIZER.apply_chat_template(PROMPT, tools=schemas or None, add_generation_prompt=True, tokenize=False)
     ids = np.asarray(TOKENIZER.encode(text), np.int32)
-    groups = list(play_episodes(script, TOKENIZER, Prompts(examples, [ids] * num_prompts), params, 0, rules=rules))
+    groups = list(sample_groups(script, TOKENIZER, Prompts(examples, [ids] * num_prompts), params, 0, rules=rules))
     groups.sort(key=lambda group: group[0].prompt_index)
     return groups, script
 
@@ -316,7 +317,7 @@ def test_a_constraint_that_cannot_be_kept_leaves_one_rollout_out_and_not_the_run
     script = GivenUp(lambda *_: "fine", size)
     ids = np.asarray(TOKENIZER.encode("go"), np.int32)
     with pytest.warns(UserWarning, match="the constraint cannot be kept any longer: it became too complex"):
-        [[lost, kept]] = play_episodes(script, TOKENIZER, Prompts([{"prompt": PROMPT}], [ids]), PARAMS, 0, rules=rules)
+        [[lost, kept]] = sample_groups(script, TOKENIZER, Prompts([{"prompt": PROMPT}], [ids]), PARAMS, 0, rules=rules)
     assert (lost.finish_reason, lost.is_failure, lost.num_sampled_tokens) == ("env_error", True, size)
     assert (kept.finish_reason, kept.text) == ("length" if kind == "function" else "stop", "fine")
 
@@ -337,7 +338,7 @@ def long_episode(num_turns):
     ids = np.asarray(TOKENIZER.encode("<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"), np.int32)
     params = SamplingParams(n=1, max_tokens=10**7)
     began_s = time.process_time()
-    [[row]] = play_episodes(sampler, TOKENIZER, Prompts([{"prompt": PROMPT}], [ids]), params, 0, rules=rules)
+    [[row]] = sample_groups(sampler, TOKENIZER, Prompts([{"prompt": PROMPT}], [ids]), params, 0, rules=rules)
     seconds = time.process_time() - began_s
     assert len(row.turns) == num_turns + 1
     assert len(row.completion_ids) > 200 * num_turns

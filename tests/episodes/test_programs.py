@@ -20,11 +20,12 @@ from groupax import program
 from groupax.core.errors import RunError
 from groupax.core.settings.rollouts import EpisodeSettings
 from groupax.core.settings.sampling import SamplingParams
-from groupax.episodes.play import Prompts, play_episodes
+from groupax.episodes.play import Prompts
 from groupax.episodes.program import Listening
 from groupax.episodes.program_server import give_back_server, take_server
 from groupax.episodes.record import Record
 from groupax.episodes.rules import make_rules
+from groupax.rollouts.collector import sample_groups
 from groupax.tools.tool import Tool
 
 from .test_episodes import END, PROMPT, TOKENIZER, Script, call
@@ -76,7 +77,7 @@ def played(
     script, params = script or Script(answer), SamplingParams(n=n, max_tokens=max_tokens)
     examples = [{"prompt": PROMPT, **(example or {})}]
     ids = [np.asarray(rendered(PROMPT), np.int32)]
-    [group] = play_episodes(script, TOKENIZER, Prompts(examples, ids), params, 0, rules=rules, record=record)
+    [group] = sample_groups(script, TOKENIZER, Prompts(examples, ids), params, 0, rules=rules, record=record)
     return group, script
 
 

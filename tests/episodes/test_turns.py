@@ -21,9 +21,8 @@ from groupax.models.execution import DIRECT
 from groupax.parallel.mesh import num_data_shards
 from groupax.rewards.lengths import cosine_length, soft_overlong
 from groupax.rewards.text import completion_text
-from groupax.rollouts.collector import masked_ends, row_of
 from groupax.rollouts.completions import completion_metrics
-from groupax.rollouts.state import Experience
+from groupax.rollouts.state import Experience, masked_ends, row_of
 from groupax.runs.checkpoints.record import read_rollout, write_rollout
 from groupax.runs.folder import RunFolder
 from groupax.satellites.view.rollouts import read_step

@@ -19,17 +19,16 @@ from groupax.events import RolloutScored, StepEnded
 from groupax.objective.advantages import (
     find_advantage_estimator,
     group_advantages,
-    return_advantages,
     rloo,
 )
 from groupax.objective.aggregation import Denominators
 from groupax.objective.objective import LossInputs, policy_objective
+from groupax.objective.turn_credit import return_advantages
 from groupax.rewards.contract import checked_scores, reward_matrix, turn_reward_matrices
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
-from groupax.rewards.scoring import score_groups
-from groupax.rollouts.collector import row_of
 from groupax.rollouts.completions import completion_metrics, episode_metrics, reward_metrics
+from groupax.rollouts.state import row_of
 from tests.compat.conftest import folder  # noqa: F401 - a fixture
 from tests.episodes.test_episodes import Conversation, train
 from tests.episodes.test_turns import an_episode, one_turn
@@ -197,7 +196,7 @@ def turns_judged(turns):
 
 def scored_by(functions, rollouts, **settings):
     with RewardRunner(resolve_rewards(functions, ["prompt"]), RewardSettings(**settings)) as runner:
-        scored = score_groups(iter([rollouts]), runner)
+        scored = runner.score([rollouts])
     return scored.groups[0], scored
 
 

@@ -72,7 +72,6 @@ WITHOUT_JAX = [
     "groupax.core.settings.fields",
     "groupax.rewards.runner",
     "groupax.rewards.workers",
-    "groupax.rewards.scoring",
     "groupax.engine.constraints",
     "groupax.engine.scheduler",
     "groupax.serve.requests",

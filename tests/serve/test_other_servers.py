@@ -14,8 +14,9 @@ from starlette.routing import Route
 
 from groupax import SamplingParams, load_model
 from groupax.core.errors import RewardError, RunError
-from groupax.episodes.play import Prompts, play_episodes
+from groupax.episodes.play import Prompts
 from groupax.parallel.preemption import RolloutCancelled
+from groupax.rollouts.collector import sample_groups
 from groupax.serve import client
 from groupax.serve.client import RemoteSampler
 from groupax.serve.dialects import WeightsFolder, identify_server
@@ -253,7 +254,7 @@ def sampler_for(folder, address, tmp_path):
 def completions(sampler, params=PARAMS):
     prompts = [np.array([4, 5, 6]), np.array([7, 8])]
     examples = [{"prompt": ""} for _ in prompts]
-    groups = play_episodes(sampler, a_tokenizer(eos_token="<eos>"), Prompts(examples, prompts), params, step=1)
+    groups = sample_groups(sampler, a_tokenizer(eos_token="<eos>"), Prompts(examples, prompts), params, step=1)
     return [row for group in sorted(groups, key=lambda group: group[0].prompt_index) for row in group]
 
 

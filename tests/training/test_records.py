@@ -11,9 +11,10 @@ import pytest
 from groupax.core.errors import InfrastructureError
 from groupax.core.settings.rollouts import EpisodeSettings
 from groupax.core.settings.sampling import SamplingParams
-from groupax.episodes.play import Prompts, play_episodes
+from groupax.episodes.play import Prompts
 from groupax.episodes.record import Question, Record, remove_records
 from groupax.episodes.rules import make_rules
+from groupax.rollouts.collector import sample_groups
 from groupax.runs.folder import RunFolder
 from groupax.tools.results import ToolResult
 from groupax.tools.tool import Step, tool
@@ -33,7 +34,7 @@ def play(answer, record, tools=(), environments=None, num_prompts=2, step=0, **s
     text = TOKENIZER.apply_chat_template(PROMPT, tools=schemas or None, add_generation_prompt=True, tokenize=False)
     ids = np.asarray(TOKENIZER.encode(text), np.int32)
     examples = [{"prompt": PROMPT, "words": ["a"]}] * num_prompts
-    groups = play_episodes(
+    groups = sample_groups(
         Script(answer), TOKENIZER, Prompts(examples, [ids] * num_prompts), PARAMS, step, rules=rules, record=record
     )
     try:

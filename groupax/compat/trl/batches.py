@@ -18,9 +18,9 @@ from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.events import TokenScores
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.contract import reward_matrix
-from groupax.rollouts.collector import advantages_of, masked_ends, row_of
+from groupax.rollouts.collector import advantages_of
 from groupax.rollouts.completions import reward_metrics, trl_zero_std_frac
-from groupax.rollouts.state import Cursor, Experience, UpdateSchedule
+from groupax.rollouts.state import Cursor, Experience, UpdateSchedule, masked_ends, row_of
 from groupax.runs.build import eval_params
 from groupax.runs.checkpoints.fingerprint import Identity
 from groupax.trainer import GRPOTrainer

@@ -13,7 +13,6 @@ from groupax.core.settings.run import QUIET
 from groupax.core.types import Rollout, Row
 from groupax.episodes.record import Record
 from groupax.events import Message, StepStarted
-from groupax.rewards.scoring import score_groups
 from groupax.rollouts.collector import Collector, with_advantages
 from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor, Experience, Group
@@ -157,9 +156,7 @@ class ReplayCollector(Collector):
         is_target = cursor.num_rollouts in self.targets
         if is_target and stage == "reward":
             self.scoring.runner.state = self.trainer_state(cursor)
-            scored = score_groups(
-                [[replace(row, rewards={}) for row in group] for group in groups], self.scoring.runner
-            )
+            scored = self.scoring.runner.score([replace(row, rewards={}) for row in group] for group in groups)
             groups, errors = scored.groups, scored.errors
         if is_target and stage in ("reward", "advantage"):
             trained = groups[:num_trained]
