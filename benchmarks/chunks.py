@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import QWEN_7M, show
 
 from groupax import Engine, SamplingParams, init_model
-from groupax.engine.programs import Pace, Programs
-from groupax.engine.scheduler import CacheShape
+from groupax.engine.plan import CacheShape
+from groupax.engine.programs import Pace, Programs, Serving
 from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
 
@@ -49,7 +50,7 @@ def request(engine: Engine, number: int) -> list[Sequence]:
 
 def load(engine: Engine, programs: Programs, pace: Pace, num_clients: int, seconds: float) -> dict[str, Any]:
     """Measurements of clients that each have one request at a time."""
-    session, number = Session(engine, 32, programs, pace), 0
+    session, number = Session(engine, 32, partial(Serving, programs, pace=pace)), 0
     last_s: dict[int, float] = {}
     first_s: list[float] = []
     pauses_s: list[float] = []

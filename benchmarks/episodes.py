@@ -29,7 +29,7 @@ from models import QWEN_7M, parser, show
 from groupax import Engine, SamplingParams, init_model
 from groupax.core.settings.rollouts import EpisodeSettings
 from groupax.core.types import Rollout
-from groupax.engine.scheduler import TURN_STEPS
+from groupax.engine.plan import TURN_STEPS
 from groupax.episodes.play import Prompts
 from groupax.episodes.rules import make_rules
 from groupax.rollouts.collector import sample_groups

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import QWEN_05B, parser, show
 
 from groupax import Engine, Model, SamplingParams, init_model
+from groupax.engine.plan import CACHE_COLUMNS, PREFILL_COLUMNS, CacheShape, Plan, bucket
 from groupax.engine.programs import Tracer
-from groupax.engine.scheduler import CACHE_COLUMNS, PREFILL_COLUMNS, CacheShape, Plan, bucket
 
 
 def resident_peak_bytes(reset: bool = False) -> int:

@@ -30,8 +30,7 @@ from groupax.data.supervised import (
 from groupax.evaluation.items import ONLY_SET, named_sets
 from groupax.events import Listener, PhaseAdvanced, PhaseStarted, StepStarted
 from groupax.models.weights.checkpoint import Model
-from groupax.objective.losses import find_supervised_loss
-from groupax.objective.objective import zero_metrics
+from groupax.objective.losses import SUPERVISED_LOSSES, find_loss, zero_metrics
 from groupax.rollouts.state import Cursor
 from groupax.runs.build import lora_for, model_for, tokenizer_for
 from groupax.runs.checkpoints.choose import Saved
@@ -355,7 +354,7 @@ def learner_settings(args: SFTConfig) -> LearnerSettings:
     """
     return args.part(
         LearnerSettings,
-        objective=args.part(ObjectiveSettings, loss_type=find_supervised_loss(args.loss_type)),
+        objective=args.part(ObjectiveSettings, loss_type=find_loss(args.loss_type, SUPERVISED_LOSSES)),
         entropy=EntropySettings(),
         optimizer=args.part(OptimizerSettings),
         schedule=args.part(LearningRateSettings),

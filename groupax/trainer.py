@@ -21,7 +21,7 @@ from groupax.core.types import Metrics, Prompt, PromptImages, Row
 from groupax.data.examples import Examples, describe_source
 from groupax.data.prompts import PromptSet
 from groupax.data.tokenizer import eos_token_ids, is_conversational
-from groupax.engine.scheduler import Demand
+from groupax.engine.plan import Demand
 from groupax.engine.sequence import Sampler
 from groupax.episodes.custom import as_rollout_function
 from groupax.episodes.record import FOLDER as RECORDS

@@ -207,7 +207,7 @@ def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engi
 
     from groupax.data.tokenizer import load_tokenizer
     from groupax.engine.engine import Engine
-    from groupax.engine.scheduler import FREE_FRAC
+    from groupax.engine.plan import FREE_FRAC
     from groupax.models.adapted import has_only_changes
     from groupax.parallel.memory import free_memory_bytes
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
@@ -18,30 +19,21 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from groupax.core.settings.sampling import BIASED_TOKENS, STOP_IDS, sampling_kind
-from groupax.engine.cache import (
-    ROWS,
-    Cache,
-    cache_maker,
-    fill,
-    move_slots,
-    pspec_of,
-    read_slots,
-    release,
-    resize,
-    slot_table,
-    to_slots,
-    widen_slots,
-)
+from groupax.engine.cache import ROWS, Cache, cache_maker, fill, pspec_of, read_slots, release, slot_table, to_slots
 from groupax.engine.core import EngineCore
-from groupax.engine.decode import Chunk, DecodeSettings, TokenMasks, decode_chunk, next_masks
-from groupax.engine.prefill import Admitted, Known, admit, admitted_images, lookup_tokens
+from groupax.engine.decode import Chunk, DecodeSettings, TokenMasks, decode_chunk
+from groupax.engine.images import admitted_images, lookup_tokens
+from groupax.engine.plan import CacheShape, Demand, Plan, admission_prompts, power_of_two
+from groupax.engine.prefill import Admitted, Known, admit
 from groupax.engine.prefix_cache import Place, prefix_of
-from groupax.engine.programs import Serving
-from groupax.engine.scheduler import Admission, CacheShape, Demand, Plan, Scheduler, admission_prompts, power_of_two
+from groupax.engine.resizing import move, move_slots, resize, widen_slots
+from groupax.engine.scheduler import Admission, Scheduler
 from groupax.engine.sequence import Sequence
 from groupax.models.specs import Params
 from groupax.parallel.collectives import to_device, to_host
 
+# All that is compiled for decoding.
+PROGRAMS: tuple[Any, ...] = (admit, decode_chunk, move, move_slots, read_slots, release, widen_slots)
 # With at most this many chunks left, the number of slots no longer changes.
 LAST_CHUNKS = 3
 
@@ -54,8 +46,8 @@ class Batch:
         plan: Limits of the cache.
         sequences: Unstarted sequences.
         patience: Number of chunks for which fewer slots must be enough before the others are dropped.
-        serving: How a server chooses shapes, programs and the lengths of chunks; None outside of servers, where
-            whatever is needed is compiled while all wait.
+        serving: How a server chooses shapes, programs and the lengths of chunks (`programs.Serving`); None outside of
+            servers, where whatever is needed is compiled while all wait.
 
     Attributes:
         scheduler: Assigns sequences to slots.
@@ -67,7 +59,7 @@ class Batch:
     """
 
     def __init__(
-        self, core: EngineCore, plan: Plan, sequences: list[Sequence], patience: int, serving: Serving | None = None
+        self, core: EngineCore, plan: Plan, sequences: list[Sequence], patience: int, serving: Any = None
     ) -> None:
         self.core, self.plan, self.patience, self.serving = core, plan, patience, serving
         self.mesh, self.chunk_steps = core.mesh, core.chunk_steps
@@ -168,7 +160,7 @@ class Batch:
             limit = to_device(num_steps, NamedSharding(self.mesh, jax.P()))
         masks = None
         if is_constrained:
-            masks = TokenMasks(*map(self._on_rows, next_masks(self.core.constraints, self.scheduler.slots)))
+            masks = TokenMasks(*map(self._on_rows, self.core.constraints.next_masks(self.scheduler.slots)))
         self.cache, self.slots, chunk = decode_chunk(
             params,
             self.cache,

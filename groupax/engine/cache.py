@@ -15,24 +15,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from groupax.core.settings.sampling import SAMPLER
+from groupax.engine.plan import CacheShape
 from groupax.engine.sampling import Options
-from groupax.engine.scheduler import CacheShape, Plan
 from groupax.engine.sequence import Sequence
 from groupax.models.config import ModelConfig
 from groupax.models.recurrent import State, empty_state
 from groupax.parallel.mesh import DATA, RULES, num_data_shards
 from groupax.parallel.pytree import pytree
-from groupax.parallel.runtime import cuda_capability
 
 ROWS = PartitionSpec(DATA)
 REPLICATED = PartitionSpec()
 HEADS = PartitionSpec(DATA, RULES["kv_heads"])
-FLOAT8_CAPABILITY = (8, 9)  # the first compute capability of NVIDIA GPUs that convert float8
 
 
 @pytree
@@ -73,31 +70,6 @@ def pspec_of(x: Any) -> PartitionSpec:
     return HEADS if x.ndim == 4 else ROWS
 
 
-def cache_dtype(requested: Any, weights: str, dtype: Any, device: Any) -> Any:
-    """Returns the dtype of keys and values.
-
-    Args:
-        requested: A dtype, or "float8" for float8_e4m3fn; None for the dtype of the decoding weights, on CPU float32:
-            to write one column of an array of fewer bits, XLA's CPU backend goes through all of it.
-
-    Raises:
-        ValueError: The dtype has no fractions, or the device cannot convert it.
-    """
-    if requested is None and device.platform == "cpu":
-        return jnp.dtype(jnp.float32)
-    requested = jnp.float8_e4m3fn if requested == "float8" else requested
-    chosen = jnp.dtype(requested or ("bfloat16" if weights == "bfloat16" else dtype))
-    if not jnp.issubdtype(chosen, jnp.floating):
-        raise ValueError(f"keys and values are fractions, but kv_dtype is {chosen}; use 'float8' for 8 bits")
-    capability = cuda_capability(device)
-    if chosen.itemsize == 1 and capability is not None and capability < FLOAT8_CAPABILITY:
-        raise ValueError(
-            f"keys and values in {chosen} need compute capability 8.9, and {device.device_kind} has "
-            f"{capability[0]}.{capability[1]}; use kv_dtype 'bfloat16'"
-        )
-    return chosen
-
-
 def num_cached_heads(config: ModelConfig, tp: int) -> int:
     """Returns the number of heads of keys and values in a cache: one for each of the devices that share latent vectors.
 
@@ -106,31 +78,9 @@ def num_cached_heads(config: ModelConfig, tp: int) -> int:
     return config.num_kv_heads if config.latent is None else tp
 
 
-def token_bytes(config: ModelConfig, dtype: Any, tp: int) -> int:
-    """Returns the size of one token's keys and values in all layers, on one of the `tp` devices that share them."""
-    num_layers = len(config.attention_layers)
-    return 2 * num_layers * num_cached_heads(config, tp) * config.head_dim * jnp.dtype(dtype).itemsize // tp
-
-
-def state_bytes(config: ModelConfig) -> int:
-    """Returns the size of a sequence's states in all layers, which each device has of its own slots."""
-    if config.recurrent is None:
-        return 0
-    state = jax.eval_shape(lambda: empty_state(config, 1))
-    return num_recurrent(config) * sum(x.size * x.dtype.itemsize for x in state)
-
-
 def num_recurrent(config: ModelConfig) -> int:
     """Returns the number of recurrent layers."""
     return config.num_layers - len(config.attention_layers)
-
-
-def plan_for(config: ModelConfig, num_bytes: int, dtype: Any, tp: int, max_slots: int, adapts: bool = False) -> Plan:
-    """Returns the limits of a cache."""
-    size = token_bytes(config, dtype, tp)
-    state_tokens = -(-state_bytes(config) // size)
-    layers = len(config.attention_layers), num_recurrent(config)
-    return Plan(num_bytes // size, layers[0], max_slots, adapts, state_tokens=state_tokens, num_recurrent=layers[1])
 
 
 def layer_caches(config: ModelConfig, attention: Iterable[Any], states: Iterable[Any]) -> list[Any]:
@@ -242,97 +192,6 @@ def to_slots(table: np.ndarray, put: Callable[[np.ndarray], Any]) -> Slots:
     columns = {name: put(table[name]) for name in table.dtype.names or ()}
     own = {name: columns.pop(name) for name in columns.keys() & {each.name for each in fields(Slots)}}
     return Slots(**own, settings=columns)
-
-
-def resize(
-    cache: Cache,
-    rows: Int[Array, "B"] | None,
-    prompt_slots: Int[Array, "Q"] | None,
-    *,
-    num_columns: int,
-    num_prompt_columns: int,
-    mesh: Mesh,
-) -> Cache:
-    """Returns the cache with other slots, prompt slots and numbers of columns; only one array exists twice at a time.
-
-    Args:
-        rows: Old index on its device of each new slot, -1 for an idle one; None if neither slots nor columns change.
-        prompt_slots: Likewise for the prompt slots; None if neither they nor their columns change.
-    """
-    columns = {"num_columns": num_columns, "num_prompt_columns": num_prompt_columns}
-    arrays, structure = jax.tree.flatten(cache)
-    for index, call in enumerate(moves(cache, rows, prompt_slots, **columns, mesh=mesh)):
-        if call is not None:
-            old, arrays[index] = arrays[index], jax.block_until_ready(call(arrays[index]))
-            old.delete()
-    return jax.tree.unflatten(structure, arrays)
-
-
-def moves(
-    cache: Cache, rows: Any, prompt_slots: Any, *, num_columns: int, num_prompt_columns: int, mesh: Mesh
-) -> list[partial[Array] | None]:
-    """Returns the call of `move` that changes each array of the cache as `resize` does, None for none."""
-    added, layers = num_prompt_columns - cache.num_prompt_columns, range(len(cache.k))
-
-    def call(rows: Any, axis: int | None, **more: Any) -> partial[Array] | None:
-        return None if rows is None else partial(move, rows=rows, axis=axis, **more, mesh=mesh)
-
-    of_slots, of_prompts = {"num_columns": num_columns}, {"num_columns": num_prompt_columns, "at_start": True}
-    prompts = [call(prompt_slots, 1, **of_prompts), call(prompt_slots, None, added=added)]
-    prompts += [call(prompt_slots, axis, **of_prompts) for axis in (3, 2) for _ in layers]
-    slots = [call(rows, 1, **of_slots), *(call(rows, axis, **of_slots) for axis in (3, 2) for _ in layers)]
-    return [*prompts, *slots, *(call(rows, None) for _ in jax.tree.leaves(cache.states))]
-
-
-@partial(jax.jit, static_argnames=("axis", "num_columns", "at_start", "added", "mesh"))
-def move(
-    x: Array,
-    rows: Int[Array, "B"],
-    *,
-    axis: int | None,
-    num_columns: int = 0,
-    at_start: bool = False,
-    added: int = 0,
-    mesh: Mesh,
-) -> Array:
-    """Returns these rows of an array, with columns, at `axis`, cut or added at their end, or added at their start.
-
-    Without an axis `added` is added to the numbers.
-    """
-
-    def local(x: Array, rows: Array) -> Array:
-        if axis is None:
-            return x[rows] + added if added else x[rows]
-        kept = lax.slice_in_dim(x, 0, min(num_columns, x.shape[axis]), axis=axis)[rows]
-        padding = num_columns - kept.shape[axis]
-        at_axis = (padding, 0) if at_start else (0, padding)
-        return jnp.pad(kept, [at_axis if dim == axis else (0, 0) for dim in range(x.ndim)])
-
-    in_specs = (pspec_of(x), ROWS)
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, rows)
-
-
-@partial(jax.jit, static_argnames="mesh")
-def move_slots(slots: Slots, rows: Int[Array, "B"], *, mesh: Mesh) -> Slots:
-    """Returns these rows of the slots, idle where a row is -1."""
-
-    def local(slots: Slots, rows: Array) -> Slots:
-        taken: Slots = jax.tree.map(lambda x: x[rows], slots)
-        return replace(taken, remaining=jnp.where(rows < 0, 0, taken.remaining))
-
-    return jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS), out_specs=ROWS, check_vma=False)(slots, rows)
-
-
-@partial(jax.jit, static_argnames=("num_stop_ids", "num_biased"))
-def widen_slots(slots: Slots, *, num_stop_ids: int, num_biased: int) -> Slots:
-    """Returns the slots with room for more stop ids and biased tokens."""
-
-    def wide(x: Array, num: int, padding: int) -> Array:
-        return jnp.pad(x, ((0, 0), (0, num - x.shape[1])), constant_values=padding)
-
-    of_tokens = {name: x for name, x in slots.settings.items() if x.ndim > 1}
-    widened = {name: wide(x, num_biased, -1 if name.endswith("_tokens") else 0) for name, x in of_tokens.items()}
-    return replace(slots, stop_ids=wide(slots.stop_ids, num_stop_ids, -1), settings={**slots.settings, **widened})
 
 
 @partial(jax.jit, static_argnames="mesh")

@@ -9,6 +9,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from collections.abc import Sequence as Row
 from decimal import Decimal
 from typing import Any
 from urllib.parse import quote
@@ -16,6 +17,7 @@ from urllib.parse import quote
 import numpy as np
 
 from groupax.core.errors import require
+from groupax.engine.sequence import Sequence
 
 MAX_CHARACTERS = 1 << 16  # of a constraint
 MAX_COMPILED = 64
@@ -127,12 +129,25 @@ class ConstraintCompiler:
             matchers: Matchers with the row of each; afterwards `fault_of` tells which cannot go on.
             num_rows: Number of rows B.
         """
-        from llguidance.numpy import fill_next_token_bitmask_par
-
         words = np.full((num_rows, -(-self.vocab_size // 32)), -1, np.int32)
         if matchers:
+            from llguidance.numpy import fill_next_token_bitmask_par
+
             fill_next_token_bitmask_par(self._executor, matchers, words)
         return words
+
+    def next_masks(self, slots: Row[Sequence | None]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the masks of the sequences in all slots, [B, W] and [B] (see `decode.TokenMasks`).
+
+        Sequences whose constraint cannot go on are aborted.
+        """
+        constrained = [row for row, each in enumerate(slots) if each is not None and each.matcher is not None]
+        own = [(row, each) for row in constrained if (each := slots[row]) and each.finish_reason is None]
+        words = self.masks([(each.matcher, row) for row, each in own], len(slots))
+        for _, each in own:
+            if fault := fault_of(each.matcher):
+                each.finish_reason, each.fault = "abort", f"the constraint cannot be kept any longer: {fault}"
+        return words, np.isin(np.arange(len(slots)), constrained)
 
 
 def fault_of(matcher: Any) -> str:

@@ -7,18 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from groupax.core.storage.folders import resolve_folder
 from groupax.data.prompts import ImageEncoder
-from groupax.engine.cache import cache_dtype, plan_for, token_bytes
+from groupax.engine.cache import num_cached_heads, num_recurrent
 from groupax.engine.constraints import ConstraintCompiler
+from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, Demand, Plan
 from groupax.engine.prefix_cache import PrefixCache
-from groupax.engine.scheduler import CHUNK_STEPS, FREE_FRAC, Demand, Plan
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
 from groupax.models.flops import find_config
 from groupax.models.params import shard_params, split_dims
+from groupax.models.recurrent import empty_state
 from groupax.models.specs import Params
 from groupax.models.vision.tower import FeatureCache
 from groupax.models.weights.checkpoint import Model, load_model
@@ -26,6 +28,7 @@ from groupax.models.weights.nf4 import is_nf4
 from groupax.models.weights.quantize import check_decoding_weights, decoding_params, is_quantized
 from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import decoding_mesh, indivisible, make_mesh, num_data_shards, splits_model
+from groupax.parallel.runtime import cuda_capability
 
 FEATURE_BYTES = 1 << 30  # host memory for the features of images, unless a cache is given
 logger = logging.getLogger(__name__)
@@ -237,3 +240,53 @@ def _check_divides(config: ModelConfig, mesh: Mesh) -> None:
             f"the model's weights cannot be sharded to decode with tp {mesh.shape['tp']}: not divisible by it: "
             f"{dims}; choose a smaller tp, or 1"
         )
+
+
+FLOAT8_CAPABILITY = (8, 9)  # the first compute capability of NVIDIA GPUs that convert float8
+
+
+def cache_dtype(requested: Any, weights: str, dtype: Any, device: Any) -> Any:
+    """Returns the dtype of keys and values.
+
+    Args:
+        requested: A dtype, or "float8" for float8_e4m3fn; None for the dtype of the decoding weights, on CPU float32:
+            to write one column of an array of fewer bits, XLA's CPU backend goes through all of it.
+
+    Raises:
+        ValueError: The dtype has no fractions, or the device cannot convert it.
+    """
+    if requested is None and device.platform == "cpu":
+        return jnp.dtype(jnp.float32)
+    requested = jnp.float8_e4m3fn if requested == "float8" else requested
+    chosen = jnp.dtype(requested or ("bfloat16" if weights == "bfloat16" else dtype))
+    if not jnp.issubdtype(chosen, jnp.floating):
+        raise ValueError(f"keys and values are fractions, but kv_dtype is {chosen}; use 'float8' for 8 bits")
+    capability = cuda_capability(device)
+    if chosen.itemsize == 1 and capability is not None and capability < FLOAT8_CAPABILITY:
+        raise ValueError(
+            f"keys and values in {chosen} need compute capability 8.9, and {device.device_kind} has "
+            f"{capability[0]}.{capability[1]}; use kv_dtype 'bfloat16'"
+        )
+    return chosen
+
+
+def token_bytes(config: ModelConfig, dtype: Any, tp: int) -> int:
+    """Returns the size of one token's keys and values in all layers, on one of the `tp` devices that share them."""
+    num_layers = len(config.attention_layers)
+    return 2 * num_layers * num_cached_heads(config, tp) * config.head_dim * jnp.dtype(dtype).itemsize // tp
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Returns the size of a sequence's states in all layers, which each device has of its own slots."""
+    if config.recurrent is None:
+        return 0
+    state = jax.eval_shape(lambda: empty_state(config, 1))
+    return num_recurrent(config) * sum(x.size * x.dtype.itemsize for x in state)
+
+
+def plan_for(config: ModelConfig, num_bytes: int, dtype: Any, tp: int, max_slots: int, adapts: bool = False) -> Plan:
+    """Returns the limits of a cache."""
+    size = token_bytes(config, dtype, tp)
+    state_tokens = -(-state_bytes(config) // size)
+    layers = len(config.attention_layers), num_recurrent(config)
+    return Plan(num_bytes // size, layers[0], max_slots, adapts, state_tokens=state_tokens, num_recurrent=layers[1])

@@ -7,7 +7,6 @@ host before each token; a server's chunks, whose lengths vary, wait once every f
 """
 
 import math
-from collections.abc import Sequence as Row
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -21,9 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from groupax.core.settings.sampling import MAX_LOGPROBS, SamplingKind
 from groupax.engine.cache import ROWS, Cache, Slots, by_kind, layer_caches, pspec_of
-from groupax.engine.constraints import ConstraintCompiler, fault_of
 from groupax.engine.sampling import History, Sampled, sample, uniforms
-from groupax.engine.sequence import Sequence
 from groupax.models.adapted import select_adapters
 from groupax.models.attention import LayerCache, Past
 from groupax.models.config import AttentionConfig, ModelConfig
@@ -56,26 +53,6 @@ class TokenMasks:
         """Returns the tokens that each slot may sample."""
         bits = (self.words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
         return bits.reshape(len(bits), -1)[:, :vocab_size].astype(bool)
-
-
-def next_masks(compiler: ConstraintCompiler, slots: Row[Sequence | None]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the fields of `TokenMasks` for the sequences in all slots; aborts those whose constraint cannot go on."""
-    constrained = np.array([each is not None and each.matcher is not None for each in slots])
-    matchers: list[tuple[Any, int]] = []
-    for row, each in enumerate(slots):
-        if each is not None and each.matcher is not None and each.finish_reason is None:
-            matchers.append((each.matcher, row))
-    words = (
-        compiler.masks(matchers, len(slots))
-        if matchers
-        else np.full((len(slots), -(-compiler.vocab_size // 32)), -1, np.int32)
-    )
-    for matcher, row in matchers:
-        if fault := fault_of(matcher):
-            sequence = slots[row]
-            assert sequence is not None, "it has a matcher"
-            sequence.finish_reason, sequence.fault = "abort", f"the constraint cannot be kept any longer: {fault}"
-    return words, constrained
 
 
 GPU_STEPS = 4  # between two looks at the limit of a chunk

@@ -14,8 +14,8 @@ from groupax.core.types import PromptImages
 from groupax.data.chat import render
 from groupax.data.images import has_images, images_of, with_images, without_images
 from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, special_token_ids
+from groupax.engine.batch import PROGRAMS
 from groupax.engine.core import EngineCore, load_sharded
-from groupax.engine.programs import PROGRAMS
 from groupax.engine.sampling import row_keys
 from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session

@@ -5,22 +5,19 @@ it is the first token that decoding feeds, so that the first sampled token takes
 """
 
 import math
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.core.types import PromptImages
 from groupax.engine.cache import ROWS, Cache, Slots, by_kind, layer_caches, num_recurrent, pspec_of
-from groupax.engine.scheduler import PIECE_COLUMNS, Admission, piece_size
-from groupax.engine.sequence import Sequence
+from groupax.engine.images import AdmittedImages
+from groupax.engine.plan import PIECE_COLUMNS, piece_size
 from groupax.models.adapted import select_adapters
 from groupax.models.attention import COLUMN_BLOCK, attend_masked, same_image, to_cache, within_window
 from groupax.models.config import AttentionConfig, ModelConfig
@@ -28,126 +25,9 @@ from groupax.models.decoder import ImageInputs, PassOptions, forward
 from groupax.models.params import layout_of, partition_specs
 from groupax.models.recurrent import Recurrence, State, empty_state
 from groupax.models.specs import Params
-from groupax.models.vision.config import VisionConfig
-from groupax.models.vision.placement import continued, image_blocks
-from groupax.models.vision.tower import FeatureCache
 from groupax.parallel.mesh import DATA, Layout
 from groupax.parallel.pytree import pytree
 from groupax.parallel.runtime import traced_platform
-
-
-@pytree
-class AdmittedImages:
-    """The images of P prompts that are admitted, and the places of their tokens; sharded over the data axes.
-
-    Attributes:
-        features: Features of each level (see `decoder.ImageInputs`); padding follows those of each shard.
-        feature_index: Index on its device of each token's feature; -1 for text.
-        positions: Coordinates of each token's position; None where positions are columns.
-        blocks: Image of each token, of a model that sees whole images (`placement.image_blocks`); None for others.
-    """
-
-    features: Float[Any, "F levels D"]
-    feature_index: Int[Any, "P S"]
-    positions: Int[Any, "P S 3"] | None = None
-    blocks: Int[Any, "P S"] | None = None
-
-
-def admitted_images(
-    config: VisionConfig, cache: FeatureCache, params: dict[str, Any], admission: Admission, shape: tuple[int, int]
-) -> AdmittedImages | None:
-    """Returns the images of the prompts that are admitted, on the host; None if all of them are text.
-
-    Args:
-        shape: Number of rows for each shard's prompts, and number of columns.
-    """
-    num_prompts, num_columns = shape
-    if not any(first.images for own in admission.firsts for first in own):
-        return None
-    num_shards = len(admission.firsts)
-    index = np.full((num_shards * num_prompts, num_columns), -1, np.int32)
-    positions = np.zeros((*index.shape, 3), np.int32) if config.has_grid_positions else None
-    blocks = np.full(index.shape, -1, np.int32) if config.sees_whole_images else None
-    features: list[list[np.ndarray]] = [[] for _ in range(num_shards)]
-    counts = [0] * num_shards
-    for row, first in admission.rows(num_prompts):
-        size, shard = len(first.prompt) - 1, row // num_prompts
-        own = slice(num_columns - size, None)
-        if first.images is None:
-            if positions is not None:
-                positions[row, own] = np.arange(size)[:, None]
-            continue
-        placed = continued(first.images, size)
-        index[row, own] = np.where(placed.feature_index < 0, -1, placed.feature_index + counts[shard])
-        features[shard] += cache.features(params, first.images.images)
-        counts[shard] += sum(first.images.num_tokens)
-        if positions is not None:
-            assert placed.positions is not None, "the model has positions in a grid"
-            positions[row, own] = placed.positions.T
-        if blocks is not None:
-            blocks[row, own] = image_blocks(placed.feature_index)
-    return AdmittedImages(joined_features(features), index, positions, blocks)
-
-
-def joined_features(features: Many[Many[Float[np.ndarray, "levels _ D"]]]) -> Float[np.ndarray, "F levels D"]:
-    """Returns the features of several shards as one array, of which each has an equal part with padding.
-
-    The size of a part is a power of two, so that there are few programs.
-    """
-    counts = [sum(each.shape[1] for each in own) for own in features]
-    size = 1 << max(0, max(counts) - 1).bit_length()
-    first = next(each for own in features for each in own)
-    joined = np.zeros((len(features) * size, first.shape[0], first.shape[2]), first.dtype)
-    for shard, (own, count) in enumerate(zip(features, counts, strict=True)):
-        if own:
-            joined[shard * size : shard * size + count] = np.concatenate(own, axis=1).swapaxes(0, 1)
-    return joined
-
-
-def lookup_tokens(sequence: Sequence) -> Int[np.ndarray, "S"]:
-    """Returns what the prompt of a sequence is looked up by: its tokens, and numbers below 0 for those of images.
-
-    The numbers are those of the image's digest, so that equal tokens of different images are different.
-    """
-    tokens = np.asarray(sequence.prompt, np.int64)
-    if sequence.images is None:
-        return tokens
-    tokens = tokens.copy()
-    index = sequence.images.feature_index
-    places = np.flatnonzero(index >= 0)
-    for image, num in zip(sequence.images.images, sequence.images.num_tokens, strict=True):
-        words = -1 - (np.frombuffer(bytes.fromhex(image.digest), ">i8").astype(np.int64) & np.int64(2**63 - 1) >> 1)
-        tokens[places[:num]] = np.resize(words, num)
-        places = places[num:]
-    return tokens
-
-
-def check_images(config: VisionConfig | None, sequence: Sequence) -> None:
-    """Checks that a sequence has the images that its prompt's tokens stand for.
-
-    Raises:
-        ValueError: It has others, the model sees no images, or the prompt ends within an image.
-    """
-    images, prompt = sequence.images, np.asarray(sequence.prompt)
-    if config is None:
-        if images is not None:
-            raise ValueError("a prompt has images, and the model reads text only; give a model that sees images")
-        return
-    is_image = np.isin(prompt, config.placeholder_ids)
-    num, expected = int(is_image.sum()), 0 if images is None else sum(images.num_tokens)
-    if num != expected:
-        raise ValueError(
-            f"a prompt has {num} tokens that stand for images ({', '.join(map(str, config.placeholder_ids))}), and its "
-            f"{0 if images is None else len(images.images)} images have {expected} features"
-        )
-    if images is not None and not np.array_equal(_places(images, len(prompt)), is_image):
-        raise ValueError("the tokens of a prompt that stand for images are not where its images are")
-    if is_image[-1]:
-        raise ValueError("a prompt ends with an image; a text must follow it, such as the start of the answer")
-
-
-def _places(images: PromptImages, size: int) -> np.ndarray:
-    return continued(images, size).feature_index >= 0
 
 
 @pytree

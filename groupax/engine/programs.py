@@ -27,20 +27,17 @@ from groupax.engine.cache import (
     Slots,
     abstract_cache,
     cache_maker,
-    move,
-    move_slots,
-    moves,
     pspec_of,
     read_slots,
     release,
     slot_table,
     to_slots,
-    widen_slots,
 )
 from groupax.engine.core import EngineCore
 from groupax.engine.decode import DecodeSettings, TokenMasks, decode_chunk
+from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Demand, Plan, admission_prompts, in_steps, power_of_two
 from groupax.engine.prefill import Admitted, Known, admit
-from groupax.engine.scheduler import CACHE_COLUMNS, CacheShape, Demand, Plan, admission_prompts, in_steps, power_of_two
+from groupax.engine.resizing import move, move_slots, moves
 from groupax.engine.sequence import Sequence
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
@@ -48,11 +45,7 @@ from groupax.parallel.mesh import num_data_shards
 
 logger = logging.getLogger(__name__)
 
-# All that is compiled for decoding.
-PROGRAMS: tuple[Any, ...] = (admit, decode_chunk, move, move_slots, read_slots, release, widen_slots)
 NUM_THREADS = 2
-PROMPT_COLUMNS, PROMPT_STEP, COLUMNS_STEP = 256, 4, 2
-NEAR_SHAPES = 2  # numbers of columns for which programs must be compiled before a sequence starts
 
 # The kind of sampling of a chunk, and whether it has constraints; each of a server's kinds includes those before it.
 Kind = tuple[SamplingKind, bool]
@@ -313,6 +306,8 @@ def _abstract(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) if isinstance(leaf, jax.Array) else leaf
 
 
+PROMPT_COLUMNS, PROMPT_STEP, COLUMNS_STEP = 256, 4, 2
+NEAR_SHAPES = 2  # numbers of columns for which programs must be compiled before a sequence starts
 MIN_CHUNK_S = 0.025
 HOST_FRAC = 0.1
 MAX_HOST_S = 0.1  # longer times are those of something else, for example of new arrays
@@ -373,13 +368,64 @@ def _times_in(seconds: float, each_s: float, most: int) -> int:
     return max(1, min(most, round(seconds / max(each_s, 1e-9))))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Serving:
-    """The choice of shapes of a server's batches, by which few programs are compiled and nobody waits for others'."""
+    """The choice of shapes of a server's batches, by which few programs are compiled and nobody waits for others'.
+
+    Attributes:
+        programs: Programs that are compiled while the engine decodes.
+        plan: Limits of the cache.
+        pace: Chooses the length of chunks; None for one of its own.
+    """
 
     programs: Programs
     plan: Plan
-    pace: Pace
+    pace: Any = None
+
+    def __post_init__(self) -> None:
+        self.pace = self.pace or Pace(self.programs.engine.chunk_steps)
+        self._held: set[tuple[Any, ...]] = set()  # kinds of requests that wait for programs, until one is compiled
+        self._num_programs = 0
+
+    @property
+    def has_new(self) -> bool:
+        """True if programs were compiled since the last `look`."""
+        return self.programs.num_compiled != self._num_programs
+
+    def look(self) -> bool:
+        """Returns whether programs were compiled since the last time; requests that wait may start by them."""
+        if has_new := self.has_new:
+            self._num_programs = self.programs.num_compiled
+            self._held.clear()
+        return has_new
+
+    def holds(self, sequences: list[Sequence], now: CacheShape | None) -> bool:
+        """Returns whether a request waits for programs, to join a batch of this shape or, if None, a new one."""
+        return self._kind(sequences, now) in self._held
+
+    def can_start(
+        self,
+        sequences: list[Sequence],
+        now: CacheShape | None,
+        shape_with: Callable[[list[Sequence]], CacheShape | None],
+    ) -> bool:
+        """Returns whether a request can start with compiled programs; if not, has them compiled.
+
+        Args:
+            sequences: The request.
+            now: Shape of the batch that it would join; None for a new one.
+            shape_with: Returns the shape with the request, None until its programs are compiled.
+        """
+        if self.holds(sequences, now):
+            return False
+        shape = shape_with(sequences)
+        if shape is None:
+            self._held.add(self._kind(sequences, now))
+        return shape is not None
+
+    def _kind(self, sequences: list[Sequence], now: CacheShape | None) -> tuple[Any, ...]:
+        """Returns a key that requests share which need the same programs, if they join now."""
+        return self.demand(sequences), kind_of(sequences), now
 
     def demand(self, sequences: Iterable[Sequence]) -> Demand:
         """Returns the demand of sequences in large steps where memory allows, with a prompt slot for each of them."""
@@ -391,9 +437,9 @@ class Serving:
         fits = self.plan.allows(self.plan.smallest_shape(rounded))
         return rounded if fits else replace(demand, group_sizes=rounded.group_sizes)
 
-    def first_shape(self, sequences: list[Sequence]) -> CacheShape:
-        """Returns the shape of a new batch with a slot for each of these, whether or not it is compiled."""
-        return self.plan.first_shape(self.demand(sequences), self.programs.engine.num_shards)
+    def first_shape(self, sequences: list[Sequence]) -> CacheShape | None:
+        """Returns the shape of a new batch for these (see `nearest`)."""
+        return self.nearest(self.plan.first_shape(self.demand(sequences), self.programs.engine.num_shards), sequences)
 
     def nearest(
         self, shape: CacheShape, sequences: list[Sequence], before: CacheShape | None = None

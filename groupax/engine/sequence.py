@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from groupax.core.settings.sampling import SamplingParams
 from groupax.core.types import FinishReason, PromptImages
-from groupax.data.tokenizer import REPLACEMENT
+from groupax.data.tokenizer import REPLACEMENT, context_tokens, decode_after
 from groupax.engine.prefix_cache import Place
 
 
@@ -85,6 +86,22 @@ class Sequence:
 Decode = Callable[[Many[int]], str]
 # Characters that may differ at the start of a text that is decoded from the middle of its tokens.
 SPARE_CHARACTERS = 8
+
+
+def finish(sequence: Sequence, tokenizer: Any, num_before: int) -> None:
+    """Looks for stop strings in the tokens after the first `num_before`, and sets the text of a finished sequence."""
+    stop, min_tokens = sequence.params.stop, sequence.params.min_tokens
+    if tokenizer is None:
+        return
+    text_of = partial(decode_after, tokenizer, context_tokens(tokenizer, sequence.prompt))
+    if stop and sequence.finish_reason != "abort":
+        kept = find_stop(text_of, sequence.tokens, num_before, stop, min_tokens)
+        if kept is not None:
+            sequence.cut(kept)
+            sequence.finish_reason = "stop"
+    if sequence.finish_reason:
+        exempt = exempt_length(text_of, sequence.tokens, min_tokens) if stop else 0
+        sequence.text = text_before_stop(text_of(sequence.tokens), stop, exempt)
 
 
 def find_stop(decode: Decode, tokens: Many[int], num_checked: int, stop: Many[str], min_tokens: int) -> int | None:

@@ -1,18 +1,15 @@
 """Sequences that are decoded together, to which others are added while they run."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from groupax.data.tokenizer import context_tokens, decode_after
 from groupax.engine.batch import Batch
 from groupax.engine.core import EngineCore
-from groupax.engine.prefill import check_images
+from groupax.engine.images import check_images
+from groupax.engine.plan import Demand, Plan
 from groupax.engine.prefix_cache import Place
-from groupax.engine.programs import Pace, Program, Programs, Serving, kind_of
-from groupax.engine.scheduler import Demand
-from groupax.engine.sequence import Sequence, exempt_length, find_stop, text_before_stop
+from groupax.engine.sequence import Sequence, finish
 
 
 class Session:
@@ -28,19 +25,18 @@ class Session:
     Args:
         engine: The engine; its memory for keys and values is measured now and belongs to this session until it ends.
         patience: Number of chunks for which slots for more requests are kept while requests are few.
-        programs: Programs that are compiled while the engine decodes; requests that need others wait for them, and
-            later requests pass them. None compiles whatever is needed while all wait.
-        pace: Chooses the length of chunks with `programs`; None for one of its own.
+        serve: Returns a server's `programs.Serving` for the plan of the cache: with it, requests that need programs
+            wait until these are compiled while the engine decodes, and later requests pass them. None compiles
+            whatever is needed while all wait.
+
+    Attributes:
+        serving: What `serve` has returned; None without it.
     """
 
-    def __init__(
-        self, engine: EngineCore, patience: int = 0, programs: Programs | None = None, pace: Pace | None = None
-    ) -> None:
-        self.engine, self.patience, self.programs = engine, patience, programs
-        self._held: set[tuple[Any, ...]] = set()  # kinds of requests that wait for programs, until one is compiled
-        self._num_programs = 0
+    def __init__(self, engine: EngineCore, patience: int = 0, serve: Callable[[Plan], Any] | None = None) -> None:
+        self.engine, self.patience = engine, patience
         self._plan = engine.plan()
-        self._serving = programs and Serving(programs, self._plan, pace or Pace(engine.chunk_steps))
+        self.serving: Any = serve and serve(self._plan)
         self._batch: Batch | None = None
         self._pending: deque[list[Sequence]] = deque()
         self._num_requests = 0
@@ -55,16 +51,9 @@ class Session:
     @property
     def can_step(self) -> bool:
         """True if the next step does anything: something runs, or waits for something other than programs."""
-        serving, programs = self._serving, self.programs
-        if self._batch is not None or serving is None or (programs and programs.num_compiled != self._num_programs):
+        if self._batch is not None or self.serving is None or self.serving.has_new:
             return self.busy
-        return any(self._kind(serving, each) not in self._held for each in self._pending)
-
-    @property
-    def pace(self) -> Pace:
-        """The length of chunks where programs are compiled while the engine decodes."""
-        assert self._serving is not None, "for a session that compiles while it decodes"
-        return self._serving.pace
+        return not all(self.serving.holds(each, None) for each in self._pending)
 
     @property
     def num_running(self) -> int:
@@ -96,11 +85,6 @@ class Session:
             if vision is not None or sequence.images is not None:
                 check_images(vision, sequence)
         self._plan.check(self._plan.demand(sequences, self.engine.expected))
-
-    def usual_programs(self, clients: Iterable[int], num_tokens: int) -> list[Program]:
-        """Returns the programs that requests of usual sizes lack (see `programs.Serving.usual`)."""
-        assert self._serving is not None, "for a session that compiles while it decodes"
-        return self._serving.usual(clients, num_tokens)
 
     def converse(self, number: int, max_prompt_tokens: int, max_tokens: int) -> list[Place]:
         """Begins conversations; to be called while nothing waits or runs.
@@ -139,10 +123,7 @@ class Session:
         """
         if self.engine.before_chunk is not None:
             self.engine.before_chunk()
-        has_new = self.programs is not None and self.programs.num_compiled != self._num_programs
-        if self.programs is not None and has_new:
-            self._num_programs = self.programs.num_compiled
-            self._held.clear()
+        has_new = self.serving is not None and self.serving.look()
         yield from self._free_cancelled()
         has_more = self._start()
         batch = self._batch
@@ -172,7 +153,7 @@ class Session:
         if self._batch is not None:
             started = self._batch.scheduler.cancelled()
             for sequence in started:
-                self._finish(sequence, len(sequence.tokens))
+                finish(sequence, self.engine.tokenizer, len(sequence.tokens))
                 self._reported.pop(id(sequence), None)
             if started:
                 self._batch.free_finished()
@@ -187,33 +168,18 @@ class Session:
         held: list[list[Sequence]] = []
         while self._pending and (self._batch is None or self._batch.allows(self._pending[0])):
             sequences = self._pending.popleft()
-            if self._serving is not None and not self._is_prepared(self._serving, sequences):
+            serving, batch = self.serving, self._batch
+            now, shape_with = (batch.shape, batch.shape_with) if batch else (None, serving and serving.first_shape)
+            if serving is not None and shape_with and not serving.can_start(sequences, now, shape_with):
                 held.append(sequences)
-            elif self._batch is None:
-                self._batch = Batch(self.engine, self._plan, sequences, self.patience, self._serving)
-                has_more = self.programs is not None  # which may have fewer slots than sequences
+            elif batch is None:
+                self._batch = Batch(self.engine, self._plan, sequences, self.patience, serving)
+                has_more = serving is not None  # which may have fewer slots than sequences
             else:
-                self._batch.submit(sequences)
+                batch.submit(sequences)
                 has_more = True
         self._pending.extendleft(reversed(held))
         return has_more
-
-    def _is_prepared(self, serving: Serving, sequences: list[Sequence]) -> bool:
-        """Returns whether a request can start with compiled programs; if not, has them compiled."""
-        kind = self._kind(serving, sequences)
-        if kind in self._held:
-            return False
-        if self._batch is not None:
-            shape = self._batch.shape_with(sequences)
-        else:
-            shape = serving.nearest(serving.first_shape(sequences), sequences)
-        if shape is None:
-            self._held.add(kind)
-        return shape is not None
-
-    def _kind(self, serving: Serving, sequences: list[Sequence]) -> tuple[Any, ...]:
-        """Returns a key that requests share which need the same programs, if they join now."""
-        return serving.demand(sequences), kind_of(sequences), self._batch.shape if self._batch else None
 
     def _decode(self, batch: Batch) -> Iterator[tuple[Sequence, int]]:
         grown = batch.decode(self.engine.params)
@@ -222,7 +188,7 @@ class Session:
             own = version if sequence.adapter is None else self.engine.version_of(sequence.adapter)
             sequence.versions += [own] * (len(sequence.tokens) - num_before)
             if sequence.finish_reason or sequence.params.stop:
-                self._finish(sequence, num_before)
+                finish(sequence, self.engine.tokenizer, num_before)
         if self.engine.prefixes.max_bytes:
             batch.store_prefixes()
         batch.free_finished()
@@ -239,18 +205,3 @@ class Session:
                 del self._reported[key]
             if num_new > 0 or sequence.finish_reason:
                 yield sequence, num_new
-
-    def _finish(self, sequence: Sequence, num_before: int) -> None:
-        """Looks for stop strings in the new tokens, and sets the text of a finished sequence."""
-        stop, tokenizer = sequence.params.stop, self.engine.tokenizer
-        if tokenizer is None:
-            return
-        text_of = partial(decode_after, tokenizer, context_tokens(tokenizer, sequence.prompt))
-        if stop and sequence.finish_reason != "abort":
-            kept = find_stop(text_of, sequence.tokens, num_before, stop, sequence.params.min_tokens)
-            if kept is not None:
-                sequence.cut(kept)
-                sequence.finish_reason = "stop"
-        if sequence.finish_reason:
-            exempt = exempt_length(text_of, sequence.tokens, sequence.params.min_tokens) if stop else 0
-            sequence.text = text_before_stop(text_of(sequence.tokens), stop, exempt)

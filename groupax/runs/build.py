@@ -21,7 +21,7 @@ from groupax.data.files import EVAL_SPLITS
 from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
 from groupax.engine.engine import Engine
-from groupax.engine.scheduler import CHUNK_STEPS, TURN_STEPS, Demand
+from groupax.engine.plan import CHUNK_STEPS, TURN_STEPS, Demand
 from groupax.engine.sequence import PolicySampler
 from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.environment import environment_rewards
@@ -32,7 +32,7 @@ from groupax.models.specs import Params
 from groupax.models.vision.processing import prompt_encoder
 from groupax.models.weights.checkpoint import Model, add_adapter, load_model, reshard
 from groupax.objective.advantages import find_advantage_estimator
-from groupax.objective.objective import zero_metrics
+from groupax.objective.losses import zero_metrics
 from groupax.objective.ratios import find_estimator
 from groupax.parallel import processes
 from groupax.parallel.memory import free_memory_bytes

@@ -24,7 +24,7 @@ import numpy as np
 from groupax.core.settings.sampling import SamplingParams
 from groupax.core.types import PromptImages
 from groupax.engine.engine import Engine
-from groupax.engine.programs import Programs
+from groupax.engine.programs import Programs, Serving
 from groupax.engine.prompt_logps import PromptLogps, Scoring, compile_for, num_columns
 from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
@@ -172,7 +172,7 @@ class EngineLoop:
         for name, programs in self.programs.items():
             most = min(num_tokens, self.engines[name].config.max_positions // 2)
             session = self._sessions[name]
-            while missing := self.between_chunks(partial(session.usual_programs, clients, most)).result():
+            while missing := self.between_chunks(partial(session.serving.usual, clients, most)).result():
                 programs.request(missing)
                 programs.wait(missing)
             for number in sorted(min(each, self.max_sequences) for each in clients):
@@ -337,7 +337,7 @@ class EngineLoop:
         self._parts[model].clear()
 
     def _new_session(self, model: str) -> Session:
-        return Session(self.engines[model], PATIENCE, self.programs[model])
+        return Session(self.engines[model], PATIENCE, partial(Serving, self.programs[model]))
 
     @property
     def _has_work(self) -> bool:
@@ -372,7 +372,8 @@ class EngineLoop:
             session.submit([each for each in parts.popleft() if not each.finish_reason])
         if not session.busy:
             return
-        begun_s, session.pace.device_s = time.perf_counter(), 0.0
+        pace = session.serving.pace
+        begun_s, pace.device_s = time.perf_counter(), 0.0
         try:
             updates = [sequence for sequence, _ in session.step()]
         except Exception:
@@ -388,10 +389,10 @@ class EngineLoop:
         self._count(num_chunks=int(bool(deltas)), num_tokens=num_tokens)  # before listeners
         for job, delta in deltas:
             job.listener(delta)
-        session.pace.add_host(time.perf_counter() - begun_s - session.pace.device_s)
-        if session.pace.device_s > LONGEST_TURN_S:
+        pace.add_host(time.perf_counter() - begun_s - pace.device_s)
+        if pace.device_s > LONGEST_TURN_S:
             self._widths[model] = max(PART, session.num_running // 2)
-        elif parts and session.pace.device_s < LONGEST_TURN_S / 2 and session.num_running >= self._widths[model] // 2:
+        elif parts and pace.device_s < LONGEST_TURN_S / 2 and session.num_running >= self._widths[model] // 2:
             self._widths[model] *= 2
 
     def _start(self, job: Job) -> None:

@@ -13,52 +13,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, UInt32
+from jaxtyping import Int, UInt32
 
 from groupax.core.settings.compute import SharePrefix
 from groupax.core.types import Image, Row
-from groupax.engine.prefill import joined_features
 from groupax.models.execution import FusedAttention
 from groupax.models.kernels.fused_attention import MIN_QUERIES
-from groupax.models.logprobs import RaggedBatch, RaggedImages
+from groupax.models.logprobs import RaggedBatch
 from groupax.models.vision.config import VisionConfig
-from groupax.models.vision.placement import continued, image_blocks, num_features
-from groupax.models.vision.tower import FeatureCache, ImageBatch, batch_images
 from groupax.objective.aggregation import Denominators
-from groupax.objective.objective import LossInputs
+from groupax.objective.losses import LossInputs
 from groupax.parallel.collectives import to_host
 from groupax.parallel.pytree import pytree
-from groupax.training.packing import (
-    MIN_TOKENS,
-    PLAIN,
-    AttentionCost,
-    MicroBatchPlan,
-    RowGroup,
-    Shape,
-    group_rows,
-    load,
-    make_bucket,
-    plan_micro_batches,
-    round_up,
-    tile_ranges,
-)
-
-
-@pytree
-class Features:
-    """The features of a micro-batch's images: known ones, or images from which they are computed.
-
-    Attributes:
-        known: Features of each level; None if they are computed.
-        images: Images of each shard; None if features are known.
-        rows: Index of each feature among the rows of those that are computed; None if features are known.
-        dropout_ids: A number per tile of the images that does not depend on the packing; None if features are known.
-    """
-
-    known: Float[Any, "F levels D"] | None = None
-    images: ImageBatch | None = None
-    rows: Int[Any, "F"] | None = None
-    dropout_ids: UInt32[Any, "T"] | None = None
+from groupax.training.images import Features, with_images
+from groupax.training.packing import MIN_TOKENS, MicroBatchPlan, group_rows, plan_micro_batches, round_up
+from groupax.training.shapes import PLAIN, AttentionCost, RowGroup, Shape, load, make_bucket, tile_ranges
 
 
 @pytree
@@ -155,62 +124,22 @@ def _pack_shards(
     rows: Sequence[Row], present: Sequence[str], planned: MicroBatchPlan, vision: VisionConfig | None
 ) -> Packed:
     """Packs the rows of a micro-batch; `present` are the optional fields that some row has."""
-    shards = [_pack_shard(rows, present, groups, planned.shape) for groups in planned.shards]
-    batches, images = [batch for batch, _ in shards], []
-    if any(rows[index].images for groups in planned.shards for group in groups for index in group.rows):
-        assert vision is not None, "the model sees images"
-        packed = [
-            _with_images(vision, batch, rows, groups) for batch, groups in zip(batches, planned.shards, strict=True)
-        ]
-        batches, images = [batch for batch, _ in packed], [own for _, own in packed]
-    batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
-    index = np.concatenate([index for _, index in shards])
+    has_images = any(rows[index].images for groups in planned.shards for group in groups for index in group.rows)
+    own_vision = vision if has_images else None
+    shards = [_pack_shard(rows, present, groups, planned.shape, own_vision) for groups in planned.shards]
+    batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(batch for batch, _, _ in shards))
+    index = np.concatenate([index for _, index, _ in shards])
+    images = [own for _, _, own in shards] if has_images else []
     return Packed(batch, index, len(shards) * planned.shape.tokens, images)
 
 
-def _with_images(
-    vision: VisionConfig, batch: MicroBatch, rows: Sequence[Row], groups: Sequence[RowGroup]
-) -> tuple[MicroBatch, list[Image]]:
-    """Returns a shard with the images of its prompts, of which equal ones have the same features; and these images."""
-    ragged = batch.ragged
-    index, blocks = np.full((2, len(ragged.tokens)), -1, np.int32)
-    positions = np.repeat(ragged.positions[:, None], 3, axis=1)
-    firsts: dict[str, int] = {}
-    images: list[Image] = []
-    num, end = 0, 0
-    row_starts = iter(_row_starts([length for group in groups for length in group.lengths], len(ragged.tokens)))
-    for group in groups:
-        own, given = slice(end, end + group.prompt), rows[group.rows[0]].images
-        end += group.prompt
-        starts = [next(row_starts) for _ in group.rows]
-        if given is None:
-            continue
-        placed = continued(given, group.prompt)
-        of_features = np.zeros(sum(given.num_tokens), np.int32)
-        first = 0
-        for image, size in zip(given.images, given.num_tokens, strict=True):
-            if image.digest not in firsts:
-                firsts[image.digest] = num
-                images.append(image)
-                num += size
-            of_features[first : first + size] = firsts[image.digest] + np.arange(size)
-            first += size
-        is_image = placed.feature_index >= 0
-        index[own] = np.where(is_image, of_features[placed.feature_index], -1)
-        blocks[own] = image_blocks(placed.feature_index)
-        if placed.positions is not None:
-            positions[own] = placed.positions.T
-            for start, length in zip(starts, group.lengths, strict=True):
-                positions[start : start + length] += given.position_offset
-    of_tokens = RaggedImages(index, blocks if vision.sees_whole_images else None)
-    if vision.has_grid_positions:
-        ragged = replace(ragged, positions=positions)
-    return replace(batch, ragged=replace(ragged, images=of_tokens)), images
-
-
 def _pack_shard(
-    rows: Sequence[Row], present: Sequence[str], groups: Sequence[RowGroup], shape: Shape
-) -> tuple[MicroBatch, np.ndarray]:
+    rows: Sequence[Row],
+    present: Sequence[str],
+    groups: Sequence[RowGroup],
+    shape: Shape,
+    vision: VisionConfig | None,
+) -> tuple[MicroBatch, np.ndarray, Sequence[Image]]:
     indices = [index for group in groups for index in group.rows]
     lengths = [length for group in groups for length in group.lengths]
     starts = _row_starts(lengths, shape.tokens)
@@ -224,6 +153,9 @@ def _pack_shard(
     ragged = _ragged(rows, groups, lengths, starts, shape)
     if any(row.experts is not None for row in rows):
         ragged = replace(ragged, experts=_experts(rows, groups, starts, shape))
+    images: Sequence[Image] = ()
+    if vision is not None:
+        ragged, images = with_images(vision, ragged, rows, groups, starts)
     mask, (advantages, rollout_logp) = np.zeros((B, T), bool), np.zeros((2, B, T), np.float32)
     optional = {name: np.zeros((B, T), _OPTIONAL[name]) for name in present}
     for b, (index, length) in enumerate(zip(indices, lengths, strict=True)):
@@ -240,7 +172,7 @@ def _pack_shard(
     for start, owner, size in [*owners, *zip(starts, indices, lengths, strict=True)]:
         spread = np.arange(size, dtype=np.int64) * 0x85EBCA77 + owner * 0x9E3779B1
         dropout_ids[start : start + size] = (spread & 0xFFFFFFFF).astype(np.uint32)
-    return MicroBatch(ragged, cells, slots, loss_inputs, dropout_ids), row_index
+    return MicroBatch(ragged, cells, slots, loss_inputs, dropout_ids), row_index, images
 
 
 def _row_starts(lengths: Sequence[int], num_tokens: int) -> list[int]:
@@ -331,53 +263,3 @@ def denominators(rows: Sequence[Row], with_masked_rows: bool) -> Denominators:
     num_rows = sum(bool(row.mask.any()) or (with_masked_rows and not row.is_failure) for row in rows)
     num_tokens = sum(int(row.mask.sum()) for row in rows)
     return Denominators(jnp.float32(max(num_rows, 1)), jnp.float32(max(num_tokens, 1)))
-
-
-def known_features(cache: FeatureCache, params: dict[str, Any], images: Sequence[Sequence[Image]]) -> Features:
-    """Returns the features of each shard's images, on the host."""
-    return Features(known=joined_features([cache.features(params, own) for own in images]))
-
-
-def computed_features(config: VisionConfig, images: Sequence[Sequence[Image]]) -> Features:
-    """Returns what the features of each shard's images are computed from, on the host."""
-    batches = [batch_images(config, own) if own else None for own in images]
-    shapes = [batch.patches.shape for batch, _ in filter(None, batches)]
-    num_tiles, num_patches = (max(shape[dim] for shape in shapes) for dim in (0, 1))
-    counts = [sum(num_features(config, image) for image in own) for own in images]
-    size = 1 << max(0, max(counts) - 1).bit_length()
-    like = next(batch for batch, _ in filter(None, batches))
-    tiles, rows = [], np.zeros((len(images), size), np.int32)
-    ids = np.zeros((len(images), num_tiles), np.uint32)
-    for shard, (own, given) in enumerate(zip(images, batches, strict=True)):
-        if given is None:
-            tiles.append(jax.tree.map(lambda x: np.zeros((num_tiles, num_patches, *x.shape[2:]), x.dtype), like))
-            continue
-        batch, firsts = given
-        tiles.append(jax.tree.map(lambda x: _padded(x, num_tiles, num_patches), batch))
-        per_tile = batch.patches.shape[1] // config.patches_per_feature
-        index = [
-            first // per_tile * (num_patches // config.patches_per_feature) + _features_of(config, image, num_patches)
-            for first, image in zip(firsts, own, strict=True)
-        ]
-        rows[shard, : counts[shard]] = np.concatenate(index)
-        own_ids = np.concatenate([_image_dropout_ids(image) for image in own])
-        ids[shard, : len(own_ids)] = own_ids
-    joined: ImageBatch = jax.tree.map(lambda *shards: np.concatenate(shards), *tiles)
-    return Features(images=joined, rows=rows.reshape(-1), dropout_ids=ids.reshape(-1))
-
-
-def _image_dropout_ids(image: Image) -> UInt32[np.ndarray, "T"]:
-    """Spreads (image, tile) over 32 bits, the tiles by a large odd factor."""
-    spread = np.arange(image.patches.shape[0], dtype=np.int64) * 0x9E3779B1 + int(image.digest[:8], 16)
-    return (spread & 0xFFFFFFFF).astype(np.uint32)
-
-
-def _padded(x: np.ndarray, num_tiles: int, num_patches: int) -> np.ndarray:
-    return np.pad(x, [(0, num_tiles - x.shape[0]), (0, num_patches - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
-
-
-def _features_of(config: VisionConfig, image: Image, num_patches: int) -> Int[np.ndarray, "F"]:
-    """Returns the indices of an image's features from its first one on, in tiles with this number of patches."""
-    merged, (tiles, own, _) = config.patches_per_feature, image.patches.shape
-    index = np.arange(tiles)[:, None] * (num_patches // merged) + np.arange(own // merged)[None]
-    return index.reshape(-1)

@@ -31,23 +31,13 @@ from groupax.objective.metrics import MetricSums
 from groupax.parallel.collectives import on_devices, on_host, to_host, weights_digest
 from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import num_data_shards, splits_model
-from groupax.training.batch import (
-    MicroBatch,
-    Packed,
-    attention_cost_with,
-    computed_features,
-    denominators,
-    known_features,
-    pack,
-    pack_parts,
-    unpack,
-)
+from groupax.training.batch import MicroBatch, Packed, attention_cost_with, denominators, pack, pack_parts, unpack
+from groupax.training.images import computed_features, known_features
 from groupax.training.memory import UpdateMemory, compute_dtype, explain_out_of_memory
 from groupax.training.optimizer import make_optimizer, make_schedule
-from groupax.training.packing import Shape
+from groupax.training.shapes import Shape
 from groupax.training.state import (
     TrainState,
-    apply_update,
     cast_params,
     check_dropout,
     ema_update,
@@ -61,6 +51,7 @@ from groupax.training.step import (
     GradAccumulator,
     StepSettings,
     all_reduce,
+    apply_update,
     distribution_metrics,
     efficiency_metrics,
     mean_metrics,

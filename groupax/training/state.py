@@ -1,4 +1,4 @@
-"""Master weights and optimizer state: their sharding, their update, and copies of the weights."""
+"""Master weights and optimizer state: where they are stored and sharded, and copies of the weights."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -49,13 +49,14 @@ def init_state(
 ) -> TrainState:
     """Creates a state with its own float32 copy of the weights; optimizer state is sharded like its weight."""
     masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
-    state = _shard_state(TrainState(masters, optimizer.init(masters)), config, mesh)
+    state = shard_state(TrainState(masters, optimizer.init(masters)), config, mesh)
     if offload_optimizer:  # device_put to host memory does not itself constrain how the arrays are sharded
         return jax.device_put(state, state_shardings(config, mesh, state, offload_optimizer))
     return state
 
 
-def _shard_state(state: TrainState, config: ModelConfig, mesh: Mesh) -> TrainState:
+def shard_state(state: TrainState, config: ModelConfig, mesh: Mesh) -> TrainState:
+    """Constrains how a state is sharded."""
     if not splits_model(mesh):
         return state
 
@@ -84,36 +85,6 @@ def state_shardings(config: ModelConfig, mesh: Mesh, state: TrainState, offload_
     if not offload_optimizer:
         return shardings
     return TrainState(shardings.params, host_shardings(state.params, state.opt_state, shardings.opt_state))
-
-
-@partial(jax.jit, static_argnames=("optimizer", "config", "mesh", "offload_optimizer"), donate_argnames=("state",))
-def apply_update(
-    state: TrainState,
-    grads: Params,
-    loss: Float[Array, ""],
-    *,
-    optimizer: optax.GradientTransformationExtraArgs,
-    config: ModelConfig,
-    mesh: Mesh,
-    offload_optimizer: bool = False,
-) -> tuple[TrainState, Float[Array, ""], Bool[Array, ""]]:
-    """Updates the master weights, unless the loss or a gradient is not finite.
-
-    Returns:
-        The new state (unchanged if the update is skipped), the gradient's global norm before clipping, and whether the
-        update was applied.
-    """
-    grad_norm = optax.tree.norm(grads)
-    is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-    if offload_optimizer:
-        shardings = state_shardings(config, mesh, state, offload_optimizer)
-        targets = (shardings.params, shardings.opt_state)
-        new = update_by_layer(optimizer, state.params, state.opt_state, grads, grad_norm, is_finite, targets)
-        return TrainState(*new), grad_norm, is_finite
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params, grad_norm=grad_norm)
-    params: Any = optax.apply_updates(state.params, updates)
-    updated = _shard_state(TrainState(params, opt_state), config, mesh)
-    return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), updated, state), grad_norm, is_finite
 
 
 @partial(jax.jit, static_argnames=("dtype",))

@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Bool, Float, Key
 
 from groupax.core.settings.objective import ObjectiveSettings
 from groupax.core.types import Metrics, Row
@@ -29,14 +30,14 @@ from groupax.models.params import layout_of, partition_specs
 from groupax.models.specs import Params
 from groupax.models.vision.tower import encode_images
 from groupax.objective.aggregation import Denominators
+from groupax.objective.losses import old_logprobs, policy_objective, zero_metrics
 from groupax.objective.metrics import MetricSums, join, merge, psum_metrics
-from groupax.objective.objective import old_logprobs, policy_objective, zero_metrics
 from groupax.parallel.collectives import psum, to_device
 from groupax.parallel.memory import peak_flops, peak_memory_bytes
 from groupax.parallel.mesh import DATA, TOKENS, Layout
 from groupax.parallel.pytree import pytree
 from groupax.training.batch import MicroBatch, Packed
-from groupax.training.state import REPLICATED
+from groupax.training.state import REPLICATED, TrainState, shard_state, state_shardings, update_by_layer
 
 ROWS = PartitionSpec(DATA)
 LOGP_DIFF = "rollout/logp_diff"  # |log-prob of the engine - log-prob of the trainer|, of the same weights
@@ -323,3 +324,33 @@ def efficiency_metrics(
         "mfu": flops_per_s / peak_flops(mesh, dtype),
         "memory/peak_bytes": peak_memory_bytes(mesh),
     }
+
+
+@partial(jax.jit, static_argnames=("optimizer", "config", "mesh", "offload_optimizer"), donate_argnames=("state",))
+def apply_update(
+    state: TrainState,
+    grads: Params,
+    loss: Float[Array, ""],
+    *,
+    optimizer: optax.GradientTransformationExtraArgs,
+    config: ModelConfig,
+    mesh: Mesh,
+    offload_optimizer: bool = False,
+) -> tuple[TrainState, Float[Array, ""], Bool[Array, ""]]:
+    """Updates the master weights, unless the loss or a gradient is not finite.
+
+    Returns:
+        The new state (unchanged if the update is skipped), the gradient's global norm before clipping, and whether the
+        update was applied.
+    """
+    grad_norm = optax.tree.norm(grads)
+    is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+    if offload_optimizer:
+        shardings = state_shardings(config, mesh, state, offload_optimizer)
+        targets = (shardings.params, shardings.opt_state)
+        new = update_by_layer(optimizer, state.params, state.opt_state, grads, grad_norm, is_finite, targets)
+        return TrainState(*new), grad_norm, is_finite
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params, grad_norm=grad_norm)
+    params: Any = optax.apply_updates(state.params, updates)
+    updated = shard_state(TrainState(params, opt_state), config, mesh)
+    return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), updated, state), grad_norm, is_finite

@@ -10,7 +10,7 @@ import pytest
 
 from groupax import Engine, SamplingParams, init_model
 from groupax.engine import decode
-from groupax.engine.cache import cache_dtype
+from groupax.engine.core import cache_dtype
 from groupax.models import attention as decode_attention
 from groupax.models.attention import LayerCache, Past, to_cache
 from groupax.models.config import AttentionConfig, Chunks

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from groupax import Engine, SamplingParams, init_model, load_model
 from groupax.core.settings.sampling import SAMPLER, sampling_kind
-from groupax.engine import prefill, scheduler
+from groupax.engine import plan, prefill
 from groupax.engine.batch import Batch
 from groupax.engine.prefix_cache import Prefix, PrefixCache
 from groupax.engine.prompt_logps import Scoring, compile_for
@@ -90,7 +90,7 @@ def test_real_model_greedy_story(stories):
 )
 def test_neither_devices_nor_slots_chunks_memory_or_admissions_show(tiny_model, expected, settings, monkeypatch):
     kv_tokens, prefill_tokens = settings.get("kv_tokens"), settings.get("prefill_tokens", 16_384)
-    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", prefill_tokens)
+    monkeypatch.setattr(plan, "PREFILL_TOKENS", prefill_tokens)
     engine = engine_for(tiny_model, **{n: x for n, x in settings.items() if n not in ("kv_tokens", "prefill_tokens")})
     if kv_tokens:
         engine.kv_bytes = 1
@@ -575,9 +575,9 @@ def test_long_prompts_are_computed_in_pieces(tiny_model, monkeypatch):
     prompts = [RNG.integers(2, 96, length) for length in (120, 61, 3)]
     params = SamplingParams(n=2, max_tokens=5, temperature=0.0)
     whole = engine_for(tiny_model, 1).generate(prompts, params)
-    monkeypatch.setattr(scheduler, "CPU_PIECE_TOKENS", 16)
-    monkeypatch.setattr(scheduler, "PIECE_COLUMNS", 16)
-    assert scheduler.piece_size(4, 128, 4, "cpu") == (1, 16)
+    monkeypatch.setattr(plan, "CPU_PIECE_TOKENS", 16)
+    monkeypatch.setattr(plan, "PIECE_COLUMNS", 16)
+    assert plan.piece_size(4, 128, 4, "cpu") == (1, 16)
     prefill.admit.clear_cache()
     pieces = engine_for(tiny_model, 1).generate(prompts, params)
     prefill.admit.clear_cache()

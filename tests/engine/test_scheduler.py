@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from groupax.core.settings.sampling import SamplingParams
+from groupax.engine.plan import CacheShape, Demand, Plan
 from groupax.engine.programs import ADMISSION_STEPS, HOST_FRAC, MIN_CHUNK_S, Pace
-from groupax.engine.scheduler import CacheShape, Demand, Plan, Scheduler
+from groupax.engine.scheduler import Scheduler
 from groupax.engine.sequence import Sequence
 
 

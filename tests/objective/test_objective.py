@@ -19,8 +19,7 @@ from groupax.core.settings.objective import (
 )
 from groupax.objective.advantages import group_advantages
 from groupax.objective.aggregation import Denominators, seq_mean_token_sum_norm, token_mean
-from groupax.objective.losses import LOSSES, ppo_clip_loss
-from groupax.objective.objective import LossInputs, policy_objective, zero_metrics
+from groupax.objective.losses import LOSSES, LossInputs, policy_objective, ppo_clip_loss, zero_metrics
 from groupax.objective.ratios import ESTIMATORS, RATIOS
 from groupax.rollouts.completions import reward_metrics
 from tests.conftest import assert_trees_match, rest_heavy

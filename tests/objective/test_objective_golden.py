@@ -21,7 +21,7 @@ import pytest
 from groupax.core.settings.objective import ObjectiveSettings
 from groupax.objective.aggregation import Denominators
 from groupax.objective.entropy import top_entropy_threshold
-from groupax.objective.objective import LossInputs, policy_objective, zero_metrics
+from groupax.objective.losses import LossInputs, policy_objective, zero_metrics
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = json.loads((GOLDEN / "cases.json").read_text())

@@ -13,8 +13,7 @@ from groupax import GRPOConfig
 from groupax.core.settings.objective import ObjectiveSettings
 from groupax.core.settings.references import reference_to
 from groupax.objective.aggregation import seq_mean_token_mean
-from groupax.objective.losses import Loss, find_loss, ppo_clip_loss, ppo_clip_metrics
-from groupax.objective.objective import zero_metrics
+from groupax.objective.losses import Loss, find_loss, ppo_clip_loss, ppo_clip_metrics, zero_metrics
 from groupax.objective.ratios import k3
 from tests.conftest import assert_trees_match
 from tests.training.test_trainer import a_trainer, lines_of, trained

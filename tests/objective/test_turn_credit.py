@@ -22,7 +22,7 @@ from groupax.objective.advantages import (
     rloo,
 )
 from groupax.objective.aggregation import Denominators
-from groupax.objective.objective import LossInputs, policy_objective
+from groupax.objective.losses import LossInputs, policy_objective
 from groupax.objective.turn_credit import return_advantages
 from groupax.rewards.contract import checked_scores, reward_matrix, turn_reward_matrices
 from groupax.rewards.resolve import resolve_rewards

@@ -11,7 +11,7 @@ import pytest
 
 from groupax import SamplingParams, init_model
 from groupax.engine import programs
-from groupax.engine.scheduler import CacheShape
+from groupax.engine.plan import CacheShape
 from groupax.serve import loop as loop_module
 from groupax.serve.app import Limits, create_app
 from groupax.serve.loop import EngineLoop

@@ -19,7 +19,7 @@ from groupax.data.files import read_rows
 from groupax.data.images import images_of, read_image, with_images, without_images
 from groupax.data.prompts import encode_examples
 from groupax.engine.engine import Engine, new_sequences
-from groupax.engine.prefill import check_images, lookup_tokens
+from groupax.engine.images import check_images, lookup_tokens
 from groupax.engine.prefix_cache import Prefix, PrefixCache
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig

@@ -10,7 +10,8 @@ from groupax.core.settings.optimizer import LearningRateSettings, OptimizerSetti
 from groupax.parallel.collectives import DEVICE, HOST
 from groupax.parallel.mesh import make_mesh
 from groupax.training.optimizer import OPTIMIZERS, make_optimizer, make_schedule
-from groupax.training.state import apply_update, init_state
+from groupax.training.state import init_state
+from groupax.training.step import apply_update
 from tests.conftest import TINY, steps_started
 from tests.runs.stopped_run import final_state, letters
 

@@ -25,7 +25,7 @@ from groupax.runs.build import eval_params
 from groupax.runs.checkpoints.fingerprint import Identity
 from groupax.trainer import GRPOTrainer
 from groupax.training.learner import Update
-from groupax.training.packing import Shape
+from groupax.training.shapes import Shape
 from groupax.training.step import ROUTER_LOSS
 
 

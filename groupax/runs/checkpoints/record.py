@@ -35,7 +35,7 @@ from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
 from groupax.runs.rollout_log import BY_NAME, rollout_of, simple_column
 from groupax.training.adapters import AdapterLearners, PolicyLearner
 from groupax.training.learner import Learner
-from groupax.training.packing import Shape
+from groupax.training.shapes import Shape
 from groupax.training.state import TrainState
 
 PARAMS, OPTIMIZER, REFERENCE, ROLLOUT = "params", "optimizer", "reference", "rollout.parquet"

@@ -19,9 +19,9 @@ from groupax.core.settings.compute import Checkpointing
 from groupax.core.settings.sampling import SamplingParams, sampling_kind
 from groupax.core.types import Row
 from groupax.data.prompts import prompt_limit
-from groupax.engine.cache import cache_dtype, plan_for
+from groupax.engine.core import cache_dtype, plan_for
+from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, CacheShape, Demand, admission_prompts, piece_size
 from groupax.engine.programs import Tracer
-from groupax.engine.scheduler import CHUNK_STEPS, FREE_FRAC, CacheShape, Demand, admission_prompts, piece_size
 from groupax.models.adapted import apply_adapter
 from groupax.models.config import ModelConfig
 from groupax.models.execution import ACCELERATOR_LOGITS, Execution
@@ -44,8 +44,16 @@ from groupax.satellites.planning.abstract import (
 from groupax.satellites.planning.counting import bytes_between_hosts
 from groupax.training.batch import attention_cost_with, pack
 from groupax.training.memory import compute_dtype
-from groupax.training.state import apply_update
-from groupax.training.step import ROWS, StepSettings, accumulator_pspecs, all_reduce, micro_step, score, zero_grads
+from groupax.training.step import (
+    ROWS,
+    StepSettings,
+    accumulator_pspecs,
+    all_reduce,
+    apply_update,
+    micro_step,
+    score,
+    zero_grads,
+)
 
 ACTIVATIONS, LOGITS = "activations", "logits"  # kinds of temporary memory
 _LENGTH = "max_completion_length"
