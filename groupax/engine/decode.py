@@ -90,23 +90,14 @@ Carry = tuple[Array, Slots, Cache, Chunk]  # of the loop over a chunk's steps: t
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """The static settings of a program that decodes.
+    """The static settings of a program that decodes."""
 
-    Attributes:
-        config: Architecture of the model.
-        mesh: Devices.
-        num_steps: Most steps of a chunk.
-        sampling: "plain" if all slots' settings are so (see `SamplingParams.is_plain`), else "general".
-        by_block: Whether attention is computed by blocks of columns (see `Plan.by_block`).
-        records_experts: Whether the chunk has the experts of each token.
-    """
-
-    config: ModelConfig
-    mesh: Mesh
-    num_steps: int
-    sampling: SamplingKind
-    by_block: bool = False
-    records_experts: bool = False
+    config: ModelConfig  # architecture of the model
+    mesh: Mesh  # devices
+    num_steps: int  # most steps of a chunk
+    sampling: SamplingKind  # "plain" if all slots' settings are so (see `SamplingParams.is_plain`), else "general"
+    by_block: bool = False  # whether attention is computed by blocks of columns (see `Plan.by_block`)
+    records_experts: bool = False  # whether the chunk has the experts of each token
 
 
 @partial(jax.jit, static_argnames="settings", donate_argnames=("cache", "slots"))

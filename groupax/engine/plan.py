@@ -52,17 +52,11 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class Demand:
-    """The most columns and rows of the cache that sequences need.
+    """The most columns and rows of the cache that sequences need."""
 
-    Attributes:
-        group_sizes: Number of sequences of each prompt.
-        prompt_columns: Number of columns of the longest prompt.
-        columns: Number of columns of the longest completion.
-    """
-
-    group_sizes: tuple[int, ...]
-    prompt_columns: int
-    columns: int
+    group_sizes: tuple[int, ...]  # number of sequences of each prompt
+    prompt_columns: int  # number of columns of the longest prompt
+    columns: int  # number of columns of the longest completion
 
 
 @dataclass(frozen=True)

@@ -247,27 +247,16 @@ def _prefill(
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """M columns of some prompts: attention to the columns up to them, which writes keys and values, and recurrences.
+    """M columns of some prompts: attention to the columns up to them, which writes keys and values, and recurrences."""
 
-    Attributes:
-        row: The first of the prompts.
-        first: The first of the columns.
-        starts: [R] columns at which the prompts begin.
-        visible: [R, M, S] columns that each column attends to, without a window.
-        distance: [1, M, S] how far before it these are.
-        position: [R, M, 1] position of each column in its prompt.
-        is_unknown: [R, M] columns that are computed; None computes all.
-        by_block: Whether attention is computed by blocks of columns.
-    """
-
-    row: Array
-    first: Array
-    starts: Array
-    visible: Array
-    distance: Array
-    position: Array
-    is_unknown: Array | None
-    by_block: bool
+    row: Array  # the first of the prompts
+    first: Array  # the first of the columns
+    starts: Array  # [R] columns at which the prompts begin
+    visible: Array  # [R, M, S] columns that each column attends to, without a window
+    distance: Array  # [1, M, S] how far before it these are
+    position: Array  # [R, M, 1] position of each column in its prompt
+    is_unknown: Array | None  # [R, M] columns that are computed; None computes all
+    by_block: bool  # whether attention is computed by blocks of columns
 
     def __call__(
         self,

@@ -44,16 +44,11 @@ class Place:
     """A place for the keys and values of one conversation, which no other one uses.
 
     What is stored depends on the conversation alone, so that its results do not depend on what runs at the same time.
-
-    Attributes:
-        max_tokens: Maximum number of tokens, the first ones of the conversation; those after them are computed again.
-        prefix: The tokens with their keys and values; None for none.
-        generation: Weights that they were computed with (see `PrefixCache.generation`).
     """
 
-    max_tokens: int
-    prefix: Prefix | None = None
-    generation: int = 0
+    max_tokens: int  # maximum number of tokens, the first ones of the conversation; those after them are computed again
+    prefix: Prefix | None = None  # the tokens with their keys and values; None for none
+    generation: int = 0  # weights that they were computed with (see `PrefixCache.generation`)
 
     def put(self, prefix: Prefix, generation: int) -> None:
         """Stores the first tokens of a prefix in place of what is stored."""

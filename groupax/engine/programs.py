@@ -370,17 +370,11 @@ def _times_in(seconds: float, each_s: float, most: int) -> int:
 
 @dataclass(eq=False)
 class Serving:
-    """The choice of shapes of a server's batches, by which few programs are compiled and nobody waits for others'.
+    """The choice of shapes of a server's batches, by which few programs are compiled and nobody waits for others'."""
 
-    Attributes:
-        programs: Programs that are compiled while the engine decodes.
-        plan: Limits of the cache.
-        pace: Chooses the length of chunks; None for one of its own.
-    """
-
-    programs: Programs
-    plan: Plan
-    pace: Any = None
+    programs: Programs  # programs that are compiled while the engine decodes
+    plan: Plan  # limits of the cache
+    pace: Any = None  # chooses the length of chunks; None for one of its own
 
     def __post_init__(self) -> None:
         self.pace = self.pace or Pace(self.programs.engine.chunk_steps)

@@ -32,17 +32,11 @@ PIECE = 128  # columns that are computed at a time
 
 @dataclass(frozen=True)
 class PromptLogps:
-    """Log-probs of a prompt's tokens after the first one, under softmax(logits / temperature).
+    """Log-probs of a prompt's tokens after the first one, under softmax(logits / temperature)."""
 
-    Attributes:
-        logps: Of each token.
-        ranks: Rank of each token among all of the vocabulary, from 1.
-        alternatives: The likeliest tokens in place of each, with their log-probs.
-    """
-
-    logps: list[float]
-    ranks: list[int]
-    alternatives: list[list[tuple[int, float]]]
+    logps: list[float]  # of each token
+    ranks: list[int]  # rank of each token among all of the vocabulary, from 1
+    alternatives: list[list[tuple[int, float]]]  # the likeliest tokens in place of each, with their log-probs
 
 
 def num_columns(length: int) -> int:

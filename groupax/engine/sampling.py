@@ -110,19 +110,12 @@ def sample(
 
 @pytree
 class TokenLogps:
-    """Log-probs of given tokens, and what else is likely in their place.
+    """Log-probs of given tokens, and what else is likely in their place."""
 
-    Attributes:
-        logp: Log-prob of each token.
-        rank: Number of tokens that are likelier, plus one.
-        alternatives: The likeliest tokens, `MAX_LOGPROBS` of them or the whole vocabulary.
-        alternative_logps: Their log-probs.
-    """
-
-    logp: Float[Array, "..."]
-    rank: Int[Array, "..."]
-    alternatives: Int[Array, "... A"]
-    alternative_logps: Float[Array, "... A"]
+    logp: Float[Array, "..."]  # log-prob of each token
+    rank: Int[Array, "..."]  # number of tokens that are likelier, plus one
+    alternatives: Int[Array, "... A"]  # the likeliest tokens, `MAX_LOGPROBS` of them or the whole vocabulary
+    alternative_logps: Float[Array, "... A"]  # their log-probs
 
 
 def token_logps(logits: Float[Array, "M V"], tokens: Int[Array, "M"]) -> TokenLogps:
@@ -136,17 +129,11 @@ def token_logps(logits: Float[Array, "M V"], tokens: Int[Array, "M"]) -> TokenLo
 
 @pytree
 class _Distribution:
-    """A softmax, by blocks of the vocabulary.
+    """A softmax, by blocks of the vocabulary."""
 
-    Attributes:
-        scaled: Logits over temperature, minus the row's largest.
-        maxima: Maximum of `scaled` of each block.
-        sums: Sum of exp(scaled) of each block.
-    """
-
-    scaled: Float[Array, "B V"]
-    maxima: Float[Array, "B J"]
-    sums: Float[Array, "B J"]
+    scaled: Float[Array, "B V"]  # logits over temperature, minus the row's largest
+    maxima: Float[Array, "B J"]  # maximum of `scaled` of each block
+    sums: Float[Array, "B J"]  # sum of exp(scaled) of each block
 
     @property
     def log_sum(self) -> Float[Array, "B"]:

@@ -59,17 +59,11 @@ def members(x: Float[Array, "B V"], blocks: Int[Array, "B N"]) -> tuple[Int[Arra
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """The tokens of the blocks with the largest maxima, in the order of the vocabulary.
+    """The tokens of the blocks with the largest maxima, in the order of the vocabulary."""
 
-    Attributes:
-        tokens: The tokens.
-        values: Their numbers; -inf for those beyond the vocabulary.
-        bound: The largest number of all other tokens; -inf if there are none.
-    """
-
-    tokens: Int[Array, "B M"]
-    values: Float[Array, "B M"]
-    bound: Float[Array, "B"]
+    tokens: Int[Array, "B M"]  # the tokens
+    values: Float[Array, "B M"]  # their numbers; -inf for those beyond the vocabulary
+    bound: Float[Array, "B"]  # the largest number of all other tokens; -inf if there are none
 
 
 def candidates(x: Float[Array, "B V"], maxima: Float[Array, "B J"], num_blocks: int) -> Candidates:
@@ -108,15 +102,10 @@ def _top_k(values: Float[Array, "B M"], num: int) -> tuple[Float[Array, "B A"], 
 
 @dataclass(frozen=True, eq=False)
 class Truncation:
-    """The cut of each row by top-k, top-p and min-p.
+    """The cut of each row by top-k, top-p and min-p."""
 
-    Attributes:
-        threshold: Smallest number that top-k and top-p keep, as `_ordered_bits`.
-        floor: Smallest fraction of the likeliest token's probability that is kept.
-    """
-
-    threshold: UInt32[Array, "B"]
-    floor: Float[Array, "B"]
+    threshold: UInt32[Array, "B"]  # smallest number that top-k and top-p keep, as `_ordered_bits`
+    floor: Float[Array, "B"]  # smallest fraction of the likeliest token's probability that is kept
 
     def weights(self, scaled: Float[Array, "B M"]) -> Float[Array, "B M"]:
         """Returns exp(scaled) of the tokens that are kept, 0 of the others; the likeliest token has scaled = 0."""

@@ -53,19 +53,12 @@ LATER_TURNS = 1 << 30  # first index of the prompts of later turns, above those 
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """Prompts whose completions are sampled together.
+    """Prompts whose completions are sampled together."""
 
-    Attributes:
-        rows: Row of the dataset of each prompt.
-        token_ids: Token ids of each prompt, to which environments may add.
-        images: Images of each prompt; empty if all prompts are text.
-        first: Index of the first of these prompts in its rollout.
-    """
-
-    rows: Examples
-    token_ids: Sequence[np.ndarray]
-    images: Sequence[PromptImages | None] = ()
-    first: int = 0
+    rows: Examples  # row of the dataset of each prompt
+    token_ids: Sequence[np.ndarray]  # token ids of each prompt, to which environments may add
+    images: Sequence[PromptImages | None] = ()  # images of each prompt; empty if all prompts are text
+    first: int = 0  # index of the first of these prompts in its rollout
 
 
 def play_episodes(

@@ -11,15 +11,10 @@ from groupax.core.settings.objective import EntropySettings
 
 @dataclass(frozen=True)
 class EntropyState:
-    """The state of the entropy bonus between steps.
+    """The state of the entropy bonus between steps."""
 
-    Attributes:
-        coef: weight of the bonus.
-        last_entropy: mean token entropy of the last step; None before the first.
-    """
-
-    coef: float
-    last_entropy: float | None = None
+    coef: float  # weight of the bonus
+    last_entropy: float | None = None  # mean token entropy of the last step; None before the first
 
 
 def applied_coef(state: EntropyState, control: EntropySettings) -> float:

@@ -12,17 +12,11 @@ from groupax.parallel.pytree import pytree
 
 @pytree
 class MetricSums:
-    """Partial metrics by name.
+    """Partial metrics by name."""
 
-    Attributes:
-        sums: sums over loss tokens, to be divided by the number of loss tokens of the step.
-        minima: minima over rows or tokens.
-        maxima: maxima over rows or tokens.
-    """
-
-    sums: dict[str, Float[Array, ""]]
-    minima: dict[str, Float[Array, ""]]
-    maxima: dict[str, Float[Array, ""]]
+    sums: dict[str, Float[Array, ""]]  # sums over loss tokens, to be divided by the number of loss tokens of the step
+    minima: dict[str, Float[Array, ""]]  # minima over rows or tokens
+    maxima: dict[str, Float[Array, ""]]  # maxima over rows or tokens
 
 
 class RowMin(NamedTuple):

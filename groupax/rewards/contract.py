@@ -34,25 +34,15 @@ class ModelReward(Protocol):
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function with its name in the metrics and the arguments that it takes.
+    """A reward function with its name in the metrics and the arguments that it takes."""
 
-    Attributes:
-        name: A name that is unique in the run.
-        function: The function; for a reward model its `rewards`.
-        takes: Names of its keyword arguments; None if it takes any.
-        per_completion: Whether it is called with one completion at a time and returns a number.
-        is_async: Whether calling it returns a coroutine.
-        on_device: Whether it is a `ModelReward`.
-        columns: Dataset column by argument, where the names differ.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    takes: frozenset[str] | None = None
-    per_completion: bool = False
-    is_async: bool = False
-    on_device: bool = False
-    columns: Mapping[str, str] = field(default_factory=dict)
+    name: str  # A name that is unique in the run
+    function: Callable[..., Any]  # the function; for a reward model its `rewards`
+    takes: frozenset[str] | None = None  # names of its keyword arguments; None if it takes any
+    per_completion: bool = False  # whether it is called with one completion at a time and returns a number
+    is_async: bool = False  # whether calling it returns a coroutine
+    on_device: bool = False  # whether it is a `ModelReward`
+    columns: Mapping[str, str] = field(default_factory=dict)  # dataset column by argument, where the names differ
 
     @property
     def takes_environments(self) -> bool:

@@ -30,23 +30,14 @@ from groupax.rewards.workers import MainThread, check_sendable
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Groups with their rewards.
+    """Groups with their rewards."""
 
-    Attributes:
-        groups: Groups in the order of their prompts.
-        failures: Number of completions without a reward because of a fault, by reward.
-        errors: First error of each reward that failed.
-        logged: Numbers that reward functions logged, one per call, by name.
-        rollout_s: Seconds until the last group was sampled.
-        reward_s: Further seconds until the last group was scored.
-    """
-
-    groups: list[list[Rollout]]
-    failures: Mapping[str, int]
-    errors: Mapping[str, str]
-    logged: Mapping[str, Sequence[float]]
-    rollout_s: float
-    reward_s: float
+    groups: list[list[Rollout]]  # groups in the order of their prompts
+    failures: Mapping[str, int]  # number of completions without a reward because of a fault, by reward
+    errors: Mapping[str, str]  # first error of each reward that failed
+    logged: Mapping[str, Sequence[float]]  # numbers that reward functions logged, one per call, by name
+    rollout_s: float  # seconds until the last group was sampled
+    reward_s: float  # further seconds until the last group was scored
 
 
 class _ThreadState(threading.local):

@@ -65,19 +65,12 @@ class Episodes:
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """The parts that give completions rewards.
+    """The parts that give completions rewards."""
 
-    Attributes:
-        runner: Runner of the reward functions, which must be entered during use.
-        weights: Weight of each reward function.
-        correctness_reward: Name of the function whose 1.0 means solved, if any.
-        num_steps: Number of optimizer steps of the run, which reward functions may see.
-    """
-
-    runner: RewardRunner
-    weights: np.ndarray
-    correctness_reward: str | None = None
-    num_steps: int = 0
+    runner: RewardRunner  # runner of the reward functions, which must be entered during use
+    weights: np.ndarray  # weight of each reward function
+    correctness_reward: str | None = None  # name of the function whose 1.0 means solved, if any
+    num_steps: int = 0  # number of optimizer steps of the run, which reward functions may see
 
 
 @dataclass(eq=False)
@@ -112,16 +105,14 @@ class Collector:
         self.prompts_per_epoch = self.schedule.prompts_per_epoch(self.num_prompts)
 
     def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
-        """Returns a rollout by the learner's policy, ready for updates.
+        """Returns a rollout by the learner's policy, of which the next step takes `num_wanted` minibatches.
 
-        The result depends only on cursor and learner, of which only the set of known shapes may change.
-
-        Args:
-            cursor: Progress of the run.
-            num_wanted: Number of its minibatches that the next step takes.
+        This is the part of Algorithm 1 before its updates (arXiv:2402.03300): `sample`, `score` and the advantages in
+        `rollout`, then `with_logprobs`. The result depends only on cursor and learner, of which only the set of known
+        shapes may change.
         """
         self.engine.params = self.learner.policy
-        experience = self.rollout(self.engine, cursor, cursor.step)  # sample, score, advantages
+        experience = self.rollout(self.engine, cursor, cursor.step)
         self.engine.release()
         return self.with_logprobs(experience, cursor, num_wanted)
 
@@ -138,13 +129,13 @@ class Collector:
         rounds: list[Scored] = []
         while len(kept) < wanted and (first := len(kept) + len(flat)) < budget:
             count = min(wanted - len(kept), budget - first)
-            sampled = self.sample(sampler, cursor, policy_version, first, count)
-            rounds.append(self.score(sampled, cursor, count))
+            sampled = self.sample(sampler, cursor, policy_version, first, count)  # o_1, ..., o_G of each prompt
+            rounds.append(self.score(sampled, cursor, count))  # r, while further groups are sampled
             for group in rounds[-1].groups:
                 (flat if filters and self.advantages([group]).zero_std[0] else kept).append(group)
         num_filled = wanted - len(kept)
         trained, dropped = kept + flat[:num_filled], flat[num_filled:]
-        groups = with_advantages(trained, self.advantages(trained)) + dropped
+        groups = with_advantages(trained, self.advantages(trained)) + dropped  # A
         errors = {name: error for scored in reversed(rounds) for name, error in scored.errors.items()}
         if errors:
             self._stop_if_a_reward_never_works(rounds, errors, cursor)

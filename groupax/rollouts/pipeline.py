@@ -27,15 +27,10 @@ from groupax.rollouts.state import Cursor, Experience
 
 @dataclass(frozen=True)
 class Policy:
-    """Weights to sample a rollout from.
+    """Weights to sample a rollout from."""
 
-    Attributes:
-        version: Number of optimizer steps that they have seen.
-        trained: Trained weights in the compute dtype (see `Learner.snapshot`).
-    """
-
-    version: int
-    trained: Params
+    version: int  # number of optimizer steps that they have seen
+    trained: Params  # trained weights in the compute dtype (see `Learner.snapshot`)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,23 +20,14 @@ Group = list[Rollout]
 
 @dataclass(frozen=True)
 class Cursor:
-    """The progress of a run.
+    """The progress of a run."""
 
-    Attributes:
-        step: Number of optimizer steps, including skipped ones.
-        num_rollouts: Number of rollouts so far.
-        num_prompts: Number of visited prompts.
-        num_tokens: Number of tokens of prompts and of sampled tokens.
-        num_bad_steps: Number of consecutive skipped updates.
-        evaluated_step: Step of the last evaluation in the loop.
-    """
-
-    step: int = 0
-    num_rollouts: int = 0
-    num_prompts: int = 0
-    num_tokens: int = 0
-    num_bad_steps: int = 0
-    evaluated_step: int = 0
+    step: int = 0  # number of optimizer steps, including skipped ones
+    num_rollouts: int = 0  # number of rollouts so far
+    num_prompts: int = 0  # number of visited prompts
+    num_tokens: int = 0  # number of tokens of prompts and of sampled tokens
+    num_bad_steps: int = 0  # number of consecutive skipped updates
+    evaluated_step: int = 0  # step of the last evaluation in the loop
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,21 +147,13 @@ MAX_DENOMINATOR = 10_000  # of a number of epochs
 
 @dataclass(frozen=True)
 class UpdateSchedule:
-    """A schedule of optimizer steps: each update takes the next minibatch of the passes over a rollout.
+    """A schedule of optimizer steps: each update takes the next minibatch of the passes over a rollout."""
 
-    Attributes:
-        prompts_per_rollout: Prompts that each rollout trains on.
-        minibatches: Minibatches that the rows of a rollout are cut into.
-        rows: Rows of a minibatch.
-        num_passes: Passes over each rollout.
-        drop_last: Whether an epoch drops its last incomplete rollout.
-    """
-
-    prompts_per_rollout: int
-    minibatches: int
-    rows: int
-    num_passes: int
-    drop_last: bool
+    prompts_per_rollout: int  # prompts that each rollout trains on
+    minibatches: int  # minibatches that the rows of a rollout are cut into
+    rows: int  # rows of a minibatch
+    num_passes: int  # passes over each rollout
+    drop_last: bool  # whether an epoch drops its last incomplete rollout
 
     @property
     def updates_per_rollout(self) -> int:

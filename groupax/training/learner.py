@@ -65,21 +65,13 @@ from groupax.training.step import (
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerSettings(UpdateSettings, ReferenceSettings, MaskSettings, VisionSettings):
-    """Everything that updates depend on.
+    """Everything that updates depend on."""
 
-    Attributes:
-        objective: settings of the loss.
-        entropy: settings of the entropy bonus.
-        optimizer: settings of the optimizer.
-        schedule: settings of the learning rate.
-        seed: seed of dropout.
-    """
-
-    objective: ObjectiveSettings
-    entropy: EntropySettings
-    optimizer: OptimizerSettings
-    schedule: LearningRateSettings
-    seed: int = like(RunSettings, "seed")
+    objective: ObjectiveSettings  # settings of the loss
+    entropy: EntropySettings  # settings of the entropy bonus
+    optimizer: OptimizerSettings  # settings of the optimizer
+    schedule: LearningRateSettings  # settings of the learning rate
+    seed: int = like(RunSettings, "seed")  # seed of dropout
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,8 +220,10 @@ class Learner:
             metrics |= self._advance(metrics["entropy"] if num_tokens else None)
         distributions = {}
         if before is not None:
-            distributions = self._distributions(before)
-            metrics |= distribution_metrics(distributions)
+            with self.device_lock:
+                norms, ratios = to_host(norms_and_update_ratios(before, self.state.params))
+            distributions = {"weights/norms": norms, "weights/update_ratios": ratios}
+            metrics |= distribution_metrics(norms, ratios)
         seconds = time.perf_counter() - started_s
         metrics |= efficiency_metrics(packed, rows, seconds, self.config, self.mesh, self.dtype)
         logps, entropies = (unpack(packed, values, rows) for values in zip(*scored, strict=True))
@@ -285,6 +279,9 @@ class Learner:
         trained = self.trained() if self.frozen else self.policy
         objective = self.settings.objective
         accumulator = zero_grads(trained, config=self.config, settings=objective, mesh=self.mesh)
+        dropout_key = None  # all micro-batches share it
+        if dropout_rate:
+            dropout_key = jax.random.fold_in(jax.random.key(self.settings.seed), self.num_updates)
         scored = []
         settings = StepSettings(self.config, objective, self.mesh, self.execution, dropout_rate)
         for part in packed:
@@ -300,7 +297,7 @@ class Learner:
                     counts,
                     jnp.float32(entropy_coef),
                     self.frozen,
-                    self._dropout_key() if dropout_rate else None,
+                    dropout_key,
                     settings=settings,
                 )
                 if self._waits or not isinstance(self.device_lock, nullcontext):
@@ -349,12 +346,6 @@ class Learner:
                 self.reference = self._stored(apply_adapter(self.frozen, mixed))
         return metrics
 
-    def _distributions(self, before: Params) -> dict[str, np.ndarray]:
-        """Returns the norm of each trained weight, and how far the update moved it."""
-        with self.device_lock:
-            norms, ratios = to_host(norms_and_update_ratios(before, self.state.params))
-        return {"weights/norms": norms, "weights/update_ratios": ratios}
-
     def digest(self) -> str:
         """Returns a digest of the trained weights, which does not depend on their sharding."""
         with self.device_lock:
@@ -395,12 +386,6 @@ class Learner:
     def trained(self) -> Params:
         """Returns the trained weights in compute dtype: the masters themselves where they have it, until an update."""
         return self.state.params if self.dtype == jnp.float32 else cast_params(self.state.params, dtype=self.dtype)
-
-    def _dropout_key(self) -> jax.Array | None:
-        """Returns the key of the next update, which all of its micro-batches share."""
-        if not self.dropout_rate:
-            return None
-        return jax.random.fold_in(jax.random.key(self.settings.seed), self.num_updates)
 
     def _checkpointing(self) -> Checkpointing:
         memory, choice = self._memory(), self.settings.gradient_checkpointing

@@ -71,19 +71,12 @@ PLAIN = AttentionCost()
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of one shard of a micro-batch.
+    """The sizes of one shard of a micro-batch."""
 
-    Attributes:
-        tokens: number of tokens, of prompts and rows together.
-        row_tokens: how many of these are for rows.
-        prompts: number of prompts and their columns.
-        tiles: number of rows and end column of each query tile; the next one starts there.
-    """
-
-    tokens: int
-    row_tokens: int
-    prompts: Size
-    tiles: tuple[Size, ...]
+    tokens: int  # number of tokens, of prompts and rows together
+    row_tokens: int  # how many of these are for rows
+    prompts: Size  # number of prompts and their columns
+    tiles: tuple[Size, ...]  # number of rows and end column of each query tile; the next one starts there
 
     @cached_property
     def rows(self) -> Size:
@@ -93,19 +86,12 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class RowGroup:
-    """Rows that share one computed prompt.
+    """Rows that share one computed prompt."""
 
-    Attributes:
-        rows: indices of the rows, shortest first.
-        prompt: tokens of the prompt without its last, which is the rows' first input.
-        lengths: tokens of each row's completion.
-        num_tokens: tokens of the prompt and of all rows.
-    """
-
-    rows: tuple[int, ...]
-    prompt: int
-    lengths: tuple[int, ...]
-    num_tokens: int
+    rows: tuple[int, ...]  # indices of the rows, shortest first
+    prompt: int  # tokens of the prompt without its last, which is the rows' first input
+    lengths: tuple[int, ...]  # tokens of each row's completion
+    num_tokens: int  # tokens of the prompt and of all rows
 
 
 def load(groups: Sequence[RowGroup]) -> int:

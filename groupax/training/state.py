@@ -27,15 +27,10 @@ REPLICATED = PartitionSpec()
 
 @pytree
 class TrainState:
-    """The arrays that an optimizer step changes.
+    """The arrays that an optimizer step changes."""
 
-    Attributes:
-        params: float32 master weights of the trained model or adapter.
-        opt_state: state of the optimizer.
-    """
-
-    params: Params
-    opt_state: Any
+    params: Params  # float32 master weights of the trained model or adapter
+    opt_state: Any  # state of the optimizer
 
 
 @partial(jax.jit, static_argnames=("optimizer", "config", "mesh", "offload_optimizer"))

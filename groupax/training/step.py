@@ -5,7 +5,7 @@ step adds them up. Gradients of weights that are sharded over a data axis are re
 each device accumulates its own shard.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -46,17 +46,11 @@ ROUTER_LOSS = "router/aux_loss"  # load-balancing loss of a mixture of experts, 
 
 @pytree
 class GradAccumulator:
-    """The sums over an optimizer step's micro-batches: one per device, along a first dim, until `all_reduce`.
+    """The sums over an optimizer step's micro-batches: one per device, along a first dim, until `all_reduce`."""
 
-    Attributes:
-        grads: float32 gradients of the loss.
-        loss: loss of the step so far.
-        metrics: metrics of the step so far.
-    """
-
-    grads: Params
-    loss: Float[Array, ""]
-    metrics: MetricSums
+    grads: Params  # float32 gradients of the loss
+    loss: Float[Array, ""]  # loss of the step so far
+    metrics: MetricSums  # metrics of the step so far
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
@@ -111,21 +105,13 @@ def _zeros(params: Params, config: ModelConfig, settings: ObjectiveSettings) -> 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """The static settings of the programs that compute log-probs and gradients.
+    """The static settings of the programs that compute log-probs and gradients."""
 
-    Attributes:
-        config: Architecture of the model.
-        objective: Settings of the loss.
-        mesh: Devices.
-        execution: How the model's layers are executed.
-        dropout_rate: Dropout of an adapter's inputs.
-    """
-
-    config: ModelConfig
-    objective: ObjectiveSettings
-    mesh: Mesh
-    execution: Execution
-    dropout_rate: float = 0.0
+    config: ModelConfig  # architecture of the model
+    objective: ObjectiveSettings  # settings of the loss
+    mesh: Mesh  # devices
+    execution: Execution  # how the model's layers are executed
+    dropout_rate: float = 0.0  # dropout of an adapter's inputs
 
 
 @partial(jax.jit, static_argnames="settings", donate_argnames="accumulator")
@@ -297,9 +283,8 @@ def policy_loss(metrics: Metrics, entropy_coef: float, config: ModelConfig, sett
     return loss - router_loss_coef(config, settings) * metrics[ROUTER_LOSS] if config.experts else loss
 
 
-def distribution_metrics(distributions: Mapping[str, np.ndarray]) -> Metrics:
+def distribution_metrics(norms: np.ndarray, ratios: np.ndarray) -> Metrics:
     """Summarizes the norms and update ratios of all weights."""
-    norms, ratios = distributions["weights/norms"], distributions["weights/update_ratios"]
     return {
         "weights/norm": float(np.sqrt(np.sum(np.square(norms.astype(float))))),
         "weights/update_ratio_mean": float(ratios.mean()),
