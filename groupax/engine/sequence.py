@@ -163,15 +163,19 @@ class SamplingSession(Protocol):
     @property
     def busy(self) -> bool:
         """True while any sequence waits or runs."""
+        ...
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Adds unstarted sequences."""
+        ...
 
     def step(self) -> Iterator[tuple[Sequence, int]]:
         """Samples for a moment and yields sequences that have grown or finished, with their numbers of new tokens."""
+        ...
 
     def close(self) -> None:
         """Drops everything that waits or runs."""
+        ...
 
 
 @runtime_checkable
@@ -180,6 +184,7 @@ class ConversingSession(SamplingSession, Protocol):
 
     def converse(self, number: int, max_prompt_tokens: int, max_tokens: int) -> list[Place]:
         """Begins conversations, and returns a place for each (see `Session.converse`)."""
+        ...
 
 
 @runtime_checkable
@@ -197,9 +202,11 @@ class Sampler(Protocol):
         self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
     ) -> list[Sequence]:
         """Returns sequences that have not started (see `Engine.sequences`)."""
+        ...
 
     def session(self) -> SamplingSession:
         """Returns a new session."""
+        ...
 
 
 @runtime_checkable
@@ -209,12 +216,14 @@ class PolicySampler(Sampler, Protocol):
     @property
     def params(self) -> dict[str, Any]:
         """The weights to sample from."""
+        ...
 
     @params.setter
     def params(self, params: dict[str, Any]) -> None: ...
 
     def release(self) -> None:
         """Frees copies of the weights that only sampling needs; the next rollout creates them again."""
+        ...
 
 
 @runtime_checkable
@@ -223,3 +232,4 @@ class Cancellable(Protocol):
 
     def cancel(self) -> None:
         """Cancels everything that is being sampled; its consumers receive a `RolloutCancelled`."""
+        ...

@@ -21,13 +21,19 @@ from groupax.core.settings.references import bind, reference_to, resolve
 from groupax.objective.aggregation import (
     Aggregation,
     Denominators,
+    LossMetrics,
+    MetricSums,
+    RowMax,
+    RowMin,
     aggregate,
+    row_means,
     seq_mean_token_mean,
     seq_mean_token_sum,
     seq_mean_token_sum_norm,
+    sum_metrics,
     token_mean,
+    zeros_like,
 )
-from groupax.objective.metrics import LossMetrics, MetricSums, RowMax, RowMin, row_means, sum_metrics, zeros_like
 from groupax.objective.ratios import (
     LOG_RATIO_LIMIT,
     RATIOS,

@@ -15,7 +15,7 @@ from groupax.models.attention import MAX_UNBLOCKED_COLUMNS
 from groupax.models.config import ModelConfig
 from groupax.models.execution import Execution
 from groupax.models.flops import activation_bytes_per_token
-from groupax.training.batch import Packed
+from groupax.training.packing import Packed
 
 # Kinds of checkpointing by how much they recompute.
 LEAST_FIRST: tuple[Checkpointing, ...] = ("none", "all_dots", "dots", "full")

@@ -29,14 +29,13 @@ from groupax.models.logprobs import gather_with_inverse, grouped_logprobs, local
 from groupax.models.params import layout_of, partition_specs
 from groupax.models.specs import Params
 from groupax.models.vision.tower import encode_images
-from groupax.objective.aggregation import Denominators
+from groupax.objective.aggregation import Denominators, MetricSums, join, merge, psum_metrics
 from groupax.objective.losses import old_logprobs, policy_objective, zero_metrics
-from groupax.objective.metrics import MetricSums, join, merge, psum_metrics
 from groupax.parallel.collectives import psum, to_device
 from groupax.parallel.memory import peak_flops, peak_memory_bytes
 from groupax.parallel.mesh import DATA, TOKENS, Layout
 from groupax.parallel.pytree import pytree
-from groupax.training.batch import MicroBatch, Packed
+from groupax.training.packing import MicroBatch, Packed
 from groupax.training.state import REPLICATED, TrainState, shard_state, state_shardings, update_by_layer
 
 ROWS = PartitionSpec(DATA)

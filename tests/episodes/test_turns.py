@@ -27,7 +27,7 @@ from groupax.runs.checkpoints.record import read_rollout, write_rollout
 from groupax.runs.folder import RunFolder
 from groupax.satellites.view.rollouts import read_step
 from groupax.satellites.view.token_values import token_values
-from groupax.training.batch import denominators, pack
+from groupax.training.packing import denominators, pack
 from groupax.training.step import StepSettings, all_reduce, micro_step, shard_batch, zero_grads
 from tests.conftest import TINY, rest_heavy
 

@@ -15,7 +15,7 @@ from groupax.models.logprobs import grouped_logprobs
 from groupax.rollouts.state import Experience
 from groupax.runs.checkpoints.record import read_rollout, write_rollout
 from groupax.satellites.replay.recorded import recorded_run
-from groupax.training.batch import pack, unpack
+from groupax.training.packing import pack, unpack
 from tests.conftest import TINY, assert_trees_match, one_device_mesh
 from tests.data.test_config_and_data import a_tokenizer
 from tests.episodes.test_turns import one_turn

@@ -42,8 +42,8 @@ from groupax.satellites.planning.abstract import (
     struct_with,
 )
 from groupax.satellites.planning.counting import bytes_between_hosts
-from groupax.training.batch import attention_cost_with, pack
 from groupax.training.memory import compute_dtype
+from groupax.training.packing import attention_cost_with, pack
 from groupax.training.step import (
     ROWS,
     StepSettings,
