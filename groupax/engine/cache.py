@@ -132,26 +132,17 @@ _DTYPES = {int: "i4", float: "f4"}
 
 @pytree
 class Slots:
-    """The state of B slots.
+    """The state of B slots."""
 
-    Attributes:
-        token: Token that is fed next.
-        position: Position of that token in its sequence; after images with positions in a grid it is not its column.
-        length: Number of tokens that the slot has fed, each of which has a column in the cache.
-        key: PRNG key of the slot (see `sampling.row_keys`).
-        remaining: Number of tokens that the slot may still sample; 0 for an idle slot.
-        stop_ids: Tokens that end the sequence, padded with -1.
-        settings: Sampling parameters.
-        adapter: Index of the adapter, -1 for the base; None for an engine without several adapters.
-    """
-
-    token: Int[Array, "B"]
+    token: Int[Array, "B"]  # token that is fed next
+    # position of that token in its sequence; after images with positions in a grid it is not its column
     position: Int[Array, "B"]
-    length: Int[Array, "B"]
-    key: UInt32[Array, "B 2"]
-    remaining: Int[Array, "B"]
-    stop_ids: Int[Array, "B E"]
-    settings: Options
+    length: Int[Array, "B"]  # number of tokens that the slot has fed, each of which has a column in the cache
+    key: UInt32[Array, "B 2"]  # PRNG key of the slot (see `sampling.row_keys`)
+    remaining: Int[Array, "B"]  # number of tokens that the slot may still sample; 0 for an idle slot
+    stop_ids: Int[Array, "B E"]  # tokens that end the sequence, padded with -1
+    settings: Options  # sampling parameters
+    # index of the adapter, -1 for the base; None for an engine without several adapters
     adapter: Int[Array, "B"] | None = None
 
 

@@ -60,28 +60,18 @@ GPU_STEPS = 4  # between two looks at the limit of a chunk
 
 @pytree
 class Chunk:
-    """Up to C tokens sampled in each slot, of which the first `count` of a row are real.
+    """Up to C tokens sampled in each slot, of which the first `count` of a row are real."""
 
-    Attributes:
-        token: Sampled tokens, an ending stop token included.
-        policy_logp: Natural log-prob under softmax(logits / temperature), float32.
-        sampler_logp: Natural log-prob under the truncated distribution that was drawn from.
-        count: Number of tokens sampled.
-        stopped: True where the row's last token is one of its stop tokens.
-        alternatives: The policy's likeliest tokens for each token, if a slot requests them; None if not fetched, and of
-            plain sampling.
-        alternative_logps: Log-probs of the alternatives.
-        experts: Experts that the token before each sampled one went through in each layer with experts, layer by layer;
-            None unless they are recorded.
-    """
-
-    token: Int[Array, "B C"]
-    policy_logp: Float[Array, "B C"]
-    sampler_logp: Float[Array, "B C"]
-    count: Int[Array, "B"]
-    stopped: Bool[Array, "B"]
+    token: Int[Array, "B C"]  # sampled tokens, an ending stop token included
+    policy_logp: Float[Array, "B C"]  # natural log-prob under softmax(logits / temperature), float32
+    sampler_logp: Float[Array, "B C"]  # natural log-prob under the truncated distribution that was drawn from
+    count: Int[Array, "B"]  # number of tokens sampled
+    stopped: Bool[Array, "B"]  # true where the row's last token is one of its stop tokens
+    # the policy's likeliest tokens for each token, if a slot requests them; None if not fetched, and of plain sampling
     alternatives: Int[Array, "B C A"] | None
-    alternative_logps: Float[Array, "B C A"] | None
+    alternative_logps: Float[Array, "B C A"] | None  # log-probs of the alternatives
+    # experts that the token before each sampled one went through in each layer with experts, layer by layer; None
+    # unless they are recorded
     experts: Int[Array, "B C LA"] | None = None
 
 

@@ -17,18 +17,13 @@ from groupax.parallel.pytree import pytree
 
 @pytree
 class AdmittedImages:
-    """The images of P prompts that are admitted, and the places of their tokens; sharded over the data axes.
+    """The images of P prompts that are admitted, and the places of their tokens; sharded over the data axes."""
 
-    Attributes:
-        features: Features of each level (see `decoder.ImageInputs`); padding follows those of each shard.
-        feature_index: Index on its device of each token's feature; -1 for text.
-        positions: Coordinates of each token's position; None where positions are columns.
-        blocks: Image of each token, of a model that sees whole images (`placement.image_blocks`); None for others.
-    """
-
+    # features of each level (see `decoder.ImageInputs`); padding follows those of each shard
     features: Float[Any, "F levels D"]
-    feature_index: Int[Any, "P S"]
-    positions: Int[Any, "P S 3"] | None = None
+    feature_index: Int[Any, "P S"]  # index on its device of each token's feature; -1 for text
+    positions: Int[Any, "P S 3"] | None = None  # coordinates of each token's position; None where positions are columns
+    # image of each token, of a model that sees whole images (`placement.image_blocks`); None for others
     blocks: Int[Any, "P S"] | None = None
 
 

@@ -61,30 +61,22 @@ class Demand:
 
 @dataclass(frozen=True)
 class Plan:
-    """The limits of each shard.
+    """The limits of each shard."""
 
-    Attributes:
-        max_tokens: Maximum number of tokens whose keys and values exist at once.
-        num_layers: Number of layers with keys and values.
-        max_slots: Maximum number of completions decoded at once.
-        adapts: Whether the numbers of slots and columns follow the running sequences. Each shape needs a program of its
-            own, which pays where idle slots and columns cost time, as on a CPU.
-        conversations: What conversations need at most; None without any. With them the number of slots never changes,
-            and numbers of columns are powers of two. So the results of a turn do not depend on the others that are
-            decoded at the same time, which tools decide by their speed.
-        state_tokens: Size of a sequence's states in recurrent layers, in tokens.
-        num_recurrent: Number of recurrent layers.
-        by_block: Whether programs compute by blocks of columns, so that the numbers of columns do not change any
-            result; on CPUs, with conversations.
-    """
-
-    max_tokens: int
-    num_layers: int
-    max_slots: int
+    max_tokens: int  # maximum number of tokens whose keys and values exist at once
+    num_layers: int  # number of layers with keys and values
+    max_slots: int  # maximum number of completions decoded at once
+    # whether the numbers of slots and columns follow the running sequences. Each shape needs a program of its own,
+    # which pays where idle slots and columns cost time, as on a CPU
     adapts: bool = False
+    # what conversations need at most; None without any. With them the number of slots never changes, and numbers of
+    # columns are powers of two. So the results of a turn do not depend on the others that are decoded at the same time,
+    # which tools decide by their speed
     conversations: Demand | None = None
-    state_tokens: int = 0
-    num_recurrent: int = 0
+    state_tokens: int = 0  # size of a sequence's states in recurrent layers, in tokens
+    num_recurrent: int = 0  # number of recurrent layers
+    # whether programs compute by blocks of columns, so that the numbers of columns do not change any result; on CPUs,
+    # with conversations
     by_block: bool = False
 
     def with_conversations(self, demand: Demand, num_shards: int) -> "Plan":

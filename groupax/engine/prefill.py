@@ -46,29 +46,20 @@ class Known:
 
 @pytree
 class Admitted:
-    """The arrays that an admission brings to B slots with Q prompt slots: P prompts, sharded over the data axes like B.
+    """The arrays of an admission to B slots with Q prompt slots: P prompts, sharded over the data axes like B."""
 
-    Attributes:
-        prompts: Prompts without their last tokens, left-padded.
-        starts: Column at which each prompt's tokens begin.
-        num_prompts: Number of prompts of each shard, from its first row on; the other rows are not computed.
-        source: Index on its device of the prompt that each prompt slot receives, -1 for none.
-        is_new: Slots that are admitted.
-        slots: Their new contents.
-        known: Keys and values that need not be computed.
-        adapters: Index of each prompt's adapter, -1 for the base; None without several adapters.
-        images: Images of the prompts; None if all are text. If the model sees whole images, prompts are then computed
-            one by one, with all columns at once.
-    """
-
-    prompts: Int[Any, "P S"]
-    starts: Int[Any, "P"]
+    prompts: Int[Any, "P S"]  # prompts without their last tokens, left-padded
+    starts: Int[Any, "P"]  # column at which each prompt's tokens begin
+    # number of prompts of each shard, from its first row on; the other rows are not computed
     num_prompts: Int[Any, "D"]
-    source: Int[Any, "Q"]
-    is_new: Bool[Any, "B"]
-    slots: Slots
-    known: Known | None = None
+    source: Int[Any, "Q"]  # index on its device of the prompt that each prompt slot receives, -1 for none
+    is_new: Bool[Any, "B"]  # slots that are admitted
+    slots: Slots  # their new contents
+    known: Known | None = None  # keys and values that need not be computed
+    # index of each prompt's adapter, -1 for the base; None without several adapters
     adapters: Int[Any, "P"] | None = None
+    # images of the prompts; None if all are text. If the model sees whole images, prompts are then computed one by one,
+    # with all columns at once
     images: AdmittedImages | None = None
 
 

@@ -80,30 +80,19 @@ Program = Admit | Decode | Change
 
 @dataclass(frozen=True, eq=False)
 class Tracer:
-    """Traces the programs that a batch calls, for arrays that need not exist.
+    """Traces the programs that a batch calls, for arrays that need not exist."""
 
-    Attributes:
-        config: Architecture of the model.
-        mesh: Real devices, or devices of a topology (`jax.experimental.topologies`).
-        params: Shapes, dtypes and shardings of the weights to decode with.
-        kv_dtype: Dtype of keys and values.
-        chunk_steps: Number of tokens of a chunk.
-        has_prefixes: Whether the keys and values of finished sequences are stored and reused.
-        is_served: Whether the programs are a server's: chunks have a limit of their steps at run time, and prompts are
-            computed in short pieces.
-        has_adapters: Whether the weights have several adapters, from which each slot chooses one.
-        records_experts: Whether chunks have the experts of each token.
-    """
-
-    config: ModelConfig
-    mesh: Mesh
-    params: Params
-    kv_dtype: Any
-    chunk_steps: int
-    has_prefixes: bool = False
+    config: ModelConfig  # architecture of the model
+    mesh: Mesh  # real devices, or devices of a topology (`jax.experimental.topologies`)
+    params: Params  # shapes, dtypes and shardings of the weights to decode with
+    kv_dtype: Any  # dtype of keys and values
+    chunk_steps: int  # number of tokens of a chunk
+    has_prefixes: bool = False  # whether the keys and values of finished sequences are stored and reused
+    # whether the programs are a server's: chunks have a limit of their steps at run time, and prompts are computed in
+    # short pieces
     is_served: bool = False
-    has_adapters: bool = False
-    records_experts: bool = False
+    has_adapters: bool = False  # whether the weights have several adapters, from which each slot chooses one
+    records_experts: bool = False  # whether chunks have the experts of each token
 
     def traced(self, program: Program) -> Iterator[Traced]:
         """Yields the jitted functions behind a program, each traced for its arguments."""

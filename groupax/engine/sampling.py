@@ -27,25 +27,16 @@ Options = dict[str, Array]
 
 @pytree
 class History:
-    """The tokens that each row has fed, for the settings that depend on them.
+    """The tokens that each row has fed, for the settings that depend on them."""
 
-    Attributes:
-        prompt_tokens: Prompts, one token per column, without their last tokens; B / Q neighbouring rows share a prompt.
-        prompt_seen: Columns that belong to the prompt.
-        tokens: Tokens fed since then, one per column, the prompt's last token first.
-        seen: Columns that belong to the row.
-        generated: Columns of the row whose tokens were sampled.
-        num_generated: Number of tokens sampled so far.
-        stop_ids: Tokens that end the row, padded with -1.
-    """
-
+    # prompts, one token per column, without their last tokens; B / Q neighbouring rows share a prompt
     prompt_tokens: Int[Array, "Q S"]
-    prompt_seen: Bool[Array, "Q S"]
-    tokens: Int[Array, "B T"]
-    seen: Bool[Array, "B T"]
-    generated: Bool[Array, "B T"]
-    num_generated: Int[Array, "B"]
-    stop_ids: Int[Array, "B E"]
+    prompt_seen: Bool[Array, "Q S"]  # columns that belong to the prompt
+    tokens: Int[Array, "B T"]  # tokens fed since then, one per column, the prompt's last token first
+    seen: Bool[Array, "B T"]  # columns that belong to the row
+    generated: Bool[Array, "B T"]  # columns of the row whose tokens were sampled
+    num_generated: Int[Array, "B"]  # number of tokens sampled so far
+    stop_ids: Int[Array, "B E"]  # tokens that end the row, padded with -1
 
 
 @pytree

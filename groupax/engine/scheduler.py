@@ -16,17 +16,12 @@ from groupax.engine.sequence import Sequence
 
 @dataclass(frozen=True)
 class Admission:
-    """Sequences that enter slots together.
+    """Sequences that enter slots together."""
 
-    Attributes:
-        firsts: The first sequence of each distinct prompt to compute, per shard, the shortest prompts first.
-        prompt_slots: Pairs of a prompt slot and an index into its shard's prompts.
-        slots: Pairs of a slot and the sequence that enters it.
-    """
-
+    # the first sequence of each distinct prompt to compute, per shard, the shortest prompts first
     firsts: list[list[Sequence]]
-    prompt_slots: list[tuple[int, int]]
-    slots: list[tuple[int, Sequence]]
+    prompt_slots: list[tuple[int, int]]  # pairs of a prompt slot and an index into its shard's prompts
+    slots: list[tuple[int, Sequence]]  # pairs of a slot and the sequence that enters it
 
     def padded(self, num_prompts: int, num_columns: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the prompts of all shards without their last tokens, left-padded, [P, S], and their starts, [P]."""

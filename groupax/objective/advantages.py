@@ -18,20 +18,14 @@ AdvantageEstimator = Callable[[np.ndarray, np.ndarray, int], Any]
 
 @dataclass(frozen=True)
 class Advantages:
-    """The advantages of a rollout's completions, and the rewards that they were computed from.
+    """The advantages of a rollout's completions, and the rewards that they were computed from."""
 
-    Attributes:
-        values: advantage of each completion.
-        rewards: weighted sum of each completion's rewards; NaN where no function applied.
-        zero_std: whether all rows of a group have equal rewards, or returns of turns, so that it teaches nothing.
-        group_std: standard deviation (ddof 1) of each group's weighted rewards.
-        turns: advantages of the turns of each completion, where they differ; None for `values`.
-    """
-
-    values: Float[np.ndarray, "B"]
-    rewards: Float[np.ndarray, "B"]
+    values: Float[np.ndarray, "B"]  # advantage of each completion
+    rewards: Float[np.ndarray, "B"]  # weighted sum of each completion's rewards; NaN where no function applied
+    # whether all rows of a group have equal rewards, or returns of turns, so that it teaches nothing
     zero_std: Bool[np.ndarray, "P"]
-    group_std: Float[np.ndarray, "P"]
+    group_std: Float[np.ndarray, "P"]  # standard deviation (ddof 1) of each group's weighted rewards
+    # advantages of the turns of each completion, where they differ; None for `values`
     turns: tuple[Float[np.ndarray, "_"], ...] | None = None
 
 

@@ -272,26 +272,18 @@ def find_loss(loss_type: str | Callable[..., Any], losses: Mapping[str, Loss] = 
 
 @pytree
 class LossInputs:
-    """The data of these rows apart from the policy's log-probs: numpy arrays as packed, jax arrays on the devices.
+    """The data of these rows apart from the policy's log-probs: numpy arrays as packed, jax arrays on the devices."""
 
-    Attributes:
-        advantages: advantage of each token.
-        mask: tokens that count: sampled ones, without those of rows that are left out.
-        rollout_logp: log-probs by the engine, under the policy that sampled the tokens.
-        old_logp: log-probs by the trainer, under the policy at the start of the rollout; NaN in the rows of a rollout
-            that the current policy has sampled, whose ratio is exactly 1. None if all rows are of such a rollout.
-        ref_logp: log-probs under the reference; None if the loss has no KL term.
-        sampler_logp: log-probs under the distribution that was sampled from; None without rollout correction.
-        policy_mask: tokens of the policy loss among those that count; None for all.
-    """
-
-    advantages: Float[Any, "B T"]
-    mask: Bool[Any, "B T"]
-    rollout_logp: Float[Any, "B T"]
+    advantages: Float[Any, "B T"]  # advantage of each token
+    mask: Bool[Any, "B T"]  # tokens that count: sampled ones, without those of rows that are left out
+    rollout_logp: Float[Any, "B T"]  # log-probs by the engine, under the policy that sampled the tokens
+    # log-probs by the trainer, under the policy at the start of the rollout; NaN in the rows of a rollout that the
+    # current policy has sampled, whose ratio is exactly 1. None if all rows are of such a rollout
     old_logp: Float[Any, "B T"] | None = None
-    ref_logp: Float[Any, "B T"] | None = None
+    ref_logp: Float[Any, "B T"] | None = None  # log-probs under the reference; None if the loss has no KL term
+    # log-probs under the distribution that was sampled from; None without rollout correction
     sampler_logp: Float[Any, "B T"] | None = None
-    policy_mask: Bool[Any, "B T"] | None = None
+    policy_mask: Bool[Any, "B T"] | None = None  # tokens of the policy loss among those that count; None for all
 
 
 def policy_objective(

@@ -52,23 +52,16 @@ class Reward:
 
 @dataclass(frozen=True)
 class Scores:
-    """The result of one call of a reward function.
+    """The result of one call of a reward function."""
 
-    Attributes:
-        values: Reward of each completion, [B] float64; NaN where the function does not apply or failed.
-        by_turn: Rewards of each completion's turns, whose sum is its reward; None where there is one for the whole.
-        num_failures: Number of completions without a reward because of a fault.
-        error: Description of the first fault; empty if there is none.
-        extra: Columns for the rollout log, with one value per completion (`log_extra`).
-        metrics: Numbers for the metrics (`log_metric`).
-    """
-
-    values: np.ndarray
+    values: np.ndarray  # reward of each completion, [B] float64; NaN where the function does not apply or failed
+    # rewards of each completion's turns, whose sum is its reward; None where there is one for the whole
     by_turn: Sequence[tuple[float, ...] | None]
-    num_failures: int = 0
-    error: str = ""
+    num_failures: int = 0  # number of completions without a reward because of a fault
+    error: str = ""  # description of the first fault; empty if there is none
+    # columns for the rollout log, with one value per completion (`log_extra`)
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)  # numbers for the metrics (`log_metric`)
 
 
 def arguments_for(

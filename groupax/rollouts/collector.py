@@ -50,16 +50,11 @@ from groupax.training.adapters import PolicyLearner
 
 @dataclass(frozen=True, eq=False)
 class Episodes:
-    """The parts that turn prompts into completions.
+    """The parts that turn prompts into completions."""
 
-    Attributes:
-        tokenizer: Tokenizer of the prompts.
-        rules: Tools and environments.
-        records: Returns the folder where what tools and environments answer is recorded; None for nowhere.
-    """
-
-    tokenizer: Any
-    rules: Rules
+    tokenizer: Any  # tokenizer of the prompts
+    rules: Rules  # tools and environments
+    # returns the folder where what tools and environments answer is recorded; None for nowhere
     records: Callable[[], Path | None] = lambda: None
 
 

@@ -35,21 +35,14 @@ class Policy:
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """A rollout in progress.
+    """A rollout in progress."""
 
-    Attributes:
-        number: Number of the rollout in the run.
-        policy: Policy that samples it.
-        cursor: Progress of the run at its first update; `num_prompts` may depend on the previous rollout.
-        sampled: Event that is set when nothing is left to decode.
-        result: The rollout.
-    """
-
-    number: int
-    policy: Policy
-    cursor: Cursor
+    number: int  # number of the rollout in the run
+    policy: Policy  # policy that samples it
+    cursor: Cursor  # progress of the run at its first update; `num_prompts` may depend on the previous rollout
+    # event that is set when nothing is left to decode
     sampled: threading.Event = field(default_factory=threading.Event)
-    result: "Future[Experience]" = field(default_factory=Future)
+    result: "Future[Experience]" = field(default_factory=Future)  # the rollout
 
 
 class Pipeline:

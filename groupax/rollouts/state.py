@@ -32,25 +32,17 @@ class Cursor:
 
 @dataclass(frozen=True, eq=False)
 class Experience:
-    """A rollout and the progress of the updates on it.
+    """A rollout and the progress of the updates on it."""
 
-    Attributes:
-        groups: Groups with rewards and advantages; those to train on first, then those that dynamic sampling dropped.
-        metrics: Metrics of everything that was sampled.
-        errors: First error of each reward function that failed, by its name.
-        first_prompt: Number of prompts that the run had visited before.
-        num_tokens: Number of tokens of prompts and of sampled tokens.
-        minibatches: Rows of each update of a pass; their `old_logp` is None until it is known.
-        num_used: Number of minibatches that were trained on, in all passes.
-    """
-
+    # groups with rewards and advantages; those to train on first, then those that dynamic sampling dropped
     groups: Sequence[Group]
-    metrics: Metrics
-    errors: Mapping[str, str]
-    first_prompt: int
-    num_tokens: int
+    metrics: Metrics  # metrics of everything that was sampled
+    errors: Mapping[str, str]  # first error of each reward function that failed, by its name
+    first_prompt: int  # number of prompts that the run had visited before
+    num_tokens: int  # number of tokens of prompts and of sampled tokens
+    # rows of each update of a pass; their `old_logp` is None until it is known
     minibatches: Sequence[Sequence[Row]] = ()
-    num_used: int = 0
+    num_used: int = 0  # number of minibatches that were trained on, in all passes
 
     def num_left(self, num_passes: int) -> int:
         """Returns the number of minibatches that are still to be trained on, in all passes."""

@@ -20,18 +20,13 @@ from groupax.training.shapes import RowGroup
 
 @pytree
 class Features:
-    """The features of a micro-batch's images: known ones, or images from which they are computed.
+    """The features of a micro-batch's images: known ones, or images from which they are computed."""
 
-    Attributes:
-        known: Features of each level; None if they are computed.
-        images: Images of each shard; None if features are known.
-        rows: Index of each feature among the rows of those that are computed; None if features are known.
-        dropout_ids: A number per tile of the images that does not depend on the packing; None if features are known.
-    """
-
-    known: Float[Any, "F levels D"] | None = None
-    images: ImageBatch | None = None
+    known: Float[Any, "F levels D"] | None = None  # features of each level; None if they are computed
+    images: ImageBatch | None = None  # images of each shard; None if features are known
+    # index of each feature among the rows of those that are computed; None if features are known
     rows: Int[Any, "F"] | None = None
+    # A number per tile of the images that does not depend on the packing; None if features are known
     dropout_ids: UInt32[Any, "T"] | None = None
 
 

@@ -35,21 +35,14 @@ def compute_dtype(platform: str, dtype: str) -> Any:
 
 @dataclass(frozen=True)
 class UpdateMemory:
-    """The memory that the activations of an update need, and what there is.
+    """The memory that the activations of an update need, and what there is."""
 
-    Attributes:
-        config: model.
-        itemsize: bytes of a number of the forward pass.
-        longest_row: tokens of the longest prompt with the longest completion, or each device's share of them.
-        is_fused: whether a kernel computes attention, so that no scores are kept.
-        free_bytes: memory of a device that weights and optimizer state leave free; infinite on CPU. Half of it is for
-            activations, the rest for gradients, logits and temporary arrays.
-    """
-
-    config: ModelConfig
-    itemsize: int
-    longest_row: int
-    is_fused: bool
+    config: ModelConfig  # model
+    itemsize: int  # bytes of a number of the forward pass
+    longest_row: int  # tokens of the longest prompt with the longest completion, or each device's share of them
+    is_fused: bool  # whether a kernel computes attention, so that no scores are kept
+    # memory of a device that weights and optimizer state leave free; infinite on CPU. Half of it is for activations,
+    # the rest for gradients, logits and temporary arrays
     free_bytes: float
 
     def bytes_per_token(self, checkpointing: Checkpointing) -> int:

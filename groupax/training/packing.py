@@ -242,38 +242,26 @@ class MicroBatch:
     """The tokens of a micro-batch, concatenated, and the loss inputs of its rows, sharded over the data axes.
 
     The arrays are numpy arrays as packed, and jax arrays on the devices.
-
-    Attributes:
-        ragged: prompts and rows; indices count within a shard.
-        cells: index among the targets of each row's tokens, -1 for none.
-        slots: index in `cells`, flattened, of each target, -1 for padding.
-        loss_inputs: inputs of the loss for each row; padding rows have no token that counts.
-        dropout_ids: a number per token that does not depend on the packing, from which its dropout is drawn.
-        features: features of the images of its prompts; None without images, and until they are known.
     """
 
-    ragged: RaggedBatch
-    cells: Int[Any, "B T"]
-    slots: Int[Any, "R"]
-    loss_inputs: LossInputs
+    ragged: RaggedBatch  # prompts and rows; indices count within a shard
+    cells: Int[Any, "B T"]  # index among the targets of each row's tokens, -1 for none
+    slots: Int[Any, "R"]  # index in `cells`, flattened, of each target, -1 for padding
+    loss_inputs: LossInputs  # inputs of the loss for each row; padding rows have no token that counts
+    # a number per token that does not depend on the packing, from which its dropout is drawn
     dropout_ids: UInt32[Any, "M"]
+    # features of the images of its prompts; None without images, and until they are known
     features: Features | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A micro-batch with the positions of its rows.
+    """A micro-batch with the positions of its rows."""
 
-    Attributes:
-        batch: arrays on the host.
-        rows: index among the packed rows for each row of `batch.cells`, -1 for padding.
-        num_tokens: number of tokens that the devices compute, padding included.
-        images: different images of the prompts of each shard, in the order of their features; empty without images.
-    """
-
-    batch: MicroBatch
-    rows: Int[np.ndarray, "B"]
-    num_tokens: int
+    batch: MicroBatch  # arrays on the host
+    rows: Int[np.ndarray, "B"]  # index among the packed rows for each row of `batch.cells`, -1 for padding
+    num_tokens: int  # number of tokens that the devices compute, padding included
+    # different images of the prompts of each shard, in the order of their features; empty without images
     images: Sequence[Sequence[Image]] = ()
 
 
