@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from groupax.core.settings.sampling import SAMPLER
 from groupax.engine.plan import CacheShape
-from groupax.engine.sampling import Options
+from groupax.engine.rules import Options
 from groupax.engine.sequence import Sequence
 from groupax.models.config import ModelConfig
 from groupax.models.recurrent import State, empty_state

@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from groupax.core.settings.sampling import MAX_LOGPROBS, SamplingKind
 from groupax.engine.cache import ROWS, Cache, Slots, by_kind, layer_caches, pspec_of
-from groupax.engine.sampling import History, Sampled, sample, uniforms
+from groupax.engine.rules import History
+from groupax.engine.sampling import Sampled, sample, uniforms
 from groupax.models.adapted import select_adapters
 from groupax.models.attention import LayerCache, Past
 from groupax.models.config import AttentionConfig, ModelConfig

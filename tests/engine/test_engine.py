@@ -17,7 +17,8 @@ from groupax.engine import plan, prefill
 from groupax.engine.batch import Batch
 from groupax.engine.prefix_cache import Prefix, PrefixCache
 from groupax.engine.prompt_logps import Scoring, compile_for
-from groupax.engine.sampling import History, changed_logits, row_keys, sample, uniforms
+from groupax.engine.rules import History, changed_logits
+from groupax.engine.sampling import row_keys, sample, uniforms
 from groupax.engine.sequence import find_stop, text_before_stop
 from groupax.engine.session import Session
 from groupax.episodes.play import Prompts

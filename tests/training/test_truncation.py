@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax.engine import truncation
-from groupax.engine.truncation import Truncation, block_width, largest, reduce_blocks, truncation_threshold
+from groupax.engine import rules as truncation
+from groupax.engine.rules import Truncation, block_width, largest, reduce_blocks, truncation_threshold
 from tests.conftest import rest_heavy
 
 WORDS = 12_000  # in 150 blocks, more than those of the candidates

@@ -3,7 +3,7 @@
 A field of `SamplingSettings` is a sampling parameter everywhere: `SamplingParams` and `GRPOConfig` inherit it, and the
 kind of program, the engine's arrays, the server's requests, the requests to other servers and the command line follow
 from it. A new one takes its field here (with an `eval_` one, if evaluations should set their own) and a rule in
-`engine/sampling.py`, which cannot be imported as long as no rule reads the field.
+`engine/rules.py`, which cannot be imported as long as no rule reads the field.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

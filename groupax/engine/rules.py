@@ -1,4 +1,7 @@
-"""Rows of numbers by blocks of the vocabulary: their largest ones, and the cut by top-k, top-p and min-p.
+"""The rules of the sampler's options: changes of the logits, and the cut by top-k, top-p and min-p.
+
+The rules of the options in `SamplingParams` are `changed_logits` and `truncation`; their keyword-only parameters are
+the options that they read.
 
 Nothing is sorted. The k likeliest tokens lie in the k blocks of the vocabulary with the largest maxima, and all tokens
 likelier than the largest of the other blocks lie in them too. So a threshold is searched among the tokens of
@@ -6,14 +9,19 @@ likelier than the largest of the other blocks lie in them too. So a threshold is
 repeated over the row.
 """
 
+import functools
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from groupax.core.settings.sampling import MAX_LOGPROBS, SAMPLER
+from groupax.parallel.pytree import pytree
 from groupax.parallel.runtime import traced_platform
 
 # Blocks in which thresholds are searched: enough for a top-k of this size, and for most distributions' top-p.
@@ -191,3 +199,164 @@ def _largest_threshold(holds: Callable[[Array], Array], B: int, bits: int) -> UI
     # a loop is no part of a GPU's graph of kernels
     unroll = traced_platform() == "gpu"
     return lax.fori_loop(0, 32 // bits, refine, jnp.zeros(B, jnp.uint32), unroll=unroll)
+
+
+# The options of each row by their names, [B]; of `logit_bias` the biases, [B, A], and their tokens as
+# `logit_bias_tokens`, [B, A], padded with -1.
+Options = dict[str, Array]
+
+
+@pytree
+class History:
+    """The tokens that each row has fed, for the settings that depend on them."""
+
+    # prompts, one token per column, without their last tokens; B / Q neighbouring rows share a prompt
+    prompt_tokens: Int[Array, "Q S"]
+    prompt_seen: Bool[Array, "Q S"]  # columns that belong to the prompt
+    tokens: Int[Array, "B T"]  # tokens fed since then, one per column, the prompt's last token first
+    seen: Bool[Array, "B T"]  # columns that belong to the row
+    generated: Bool[Array, "B T"]  # columns of the row whose tokens were sampled
+    num_generated: Int[Array, "B"]  # number of tokens sampled so far
+    stop_ids: Int[Array, "B E"]  # tokens that end the row, padded with -1
+
+
+@pytree
+class Distribution:
+    """A softmax, by blocks of the vocabulary."""
+
+    scaled: Float[Array, "B V"]  # logits over temperature, minus the row's largest
+    maxima: Float[Array, "B J"]  # maximum of `scaled` of each block
+    sums: Float[Array, "B J"]  # sum of exp(scaled) of each block
+
+    @property
+    def log_sum(self) -> Float[Array, "B"]:
+        """Logarithm of the sum of exp(scaled)."""
+        return jnp.log(jnp.sum(self.sums, axis=-1))
+
+
+def distribution(logits: Float[Array, "B V"]) -> Distribution:
+    """Returns softmax(logits)."""
+    maxima = _in_memory(reduce_blocks(jnp.max, logits, -jnp.inf))
+    highest = jnp.max(maxima, axis=-1, keepdims=True)
+    scaled = logits - highest
+    sums = _in_memory(reduce_blocks(lambda blocks, axis: jnp.sum(jnp.exp(blocks), axis), scaled, -jnp.inf))
+    return Distribution(scaled, maxima - highest, sums)
+
+
+def _in_memory(of_blocks: Float[Array, "B J"]) -> Float[Array, "B J"]:
+    """Keeps XLA from reducing whole rows in passes of their own, except on CPU, where these are fast."""
+    return of_blocks if traced_platform() == "cpu" else lax.optimization_barrier(of_blocks)
+
+
+@functools.cache
+def _read_by(rule: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of a rule's keyword-only parameters."""
+    parameters = inspect.signature(rule).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+
+
+def by_options(rule: Callable[..., Any], settings: Options, *inputs: Any) -> Any:
+    """Calls a rule with the options that it reads."""
+    return rule(*inputs, **{name: settings[name] for name in _read_by(rule)})
+
+
+def truncation(
+    of: Distribution, *, top_k: Int[Array, "B"], top_p: Float[Array, "B"], min_p: Float[Array, "B"]
+) -> Truncation:
+    """Returns which tokens are kept; a rule that compares with the likeliest token is one more maximum of `floor`."""
+    total = jnp.sum(of.sums, axis=-1)
+    threshold = lax.cond(
+        jnp.any((top_k > 0) | (top_p < 1)),
+        lambda: truncation_threshold(of.scaled, of.maxima, total, top_k, top_p),
+        lambda: jnp.zeros(len(top_k), jnp.uint32),
+    )
+    return Truncation(threshold, floor=min_p)
+
+
+def alternatives_of(policy: Distribution, logprobs: Int[Array, "B"]) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
+    """Returns the likeliest tokens and their log-probs, or zeros if no row requests any."""
+    B, V = policy.scaled.shape
+    num = min(MAX_LOGPROBS, V)
+
+    def search() -> tuple[Array, Array]:
+        tokens, scaled = largest(policy.scaled, policy.maxima, num)
+        return tokens, scaled - policy.log_sum[:, None]
+
+    nothing = jnp.zeros((B, num), jnp.int32), jnp.zeros((B, num), jnp.float32)
+    return lax.cond(jnp.any(logprobs > 0), search, lambda: nothing)
+
+
+def changed_logits(
+    logits: Float[Array, "B V"],
+    history: History,
+    *,
+    logit_bias_tokens: Int[Array, "B A"],
+    logit_bias: Float[Array, "B A"],
+    min_tokens: Int[Array, "B"],
+    repetition_penalty: Float[Array, "B"],
+    presence_penalty: Float[Array, "B"],
+    frequency_penalty: Float[Array, "B"],
+) -> Float[Array, "B V"]:
+    """Returns the logits with bias, without stop tokens where it is too early for them, and with the penalties.
+
+    Steps in which all options have their defaults leave it out.
+    """
+    V = logits.shape[-1]
+    rows = jnp.arange(logits.shape[0])[:, None]
+
+    def at(x: Array, tokens: Array, where: Array) -> Any:
+        return x.at[rows, jnp.where(where, tokens, V)]  # beyond the vocabulary: dropped
+
+    logits = at(logits, logit_bias_tokens, logit_bias_tokens >= 0).add(logit_bias, mode="drop")
+    early = (history.num_generated < min_tokens)[:, None] & (history.stop_ids >= 0)
+    logits = at(logits, history.stop_ids, early).set(-jnp.inf, mode="drop")
+
+    none = jnp.zeros(logits.shape, logits.dtype)
+    seen = at(none, history.tokens, history.seen).set(1.0, mode="drop")
+    share = logits.shape[0] // history.prompt_tokens.shape[0]
+    of_prompt = (jnp.repeat(x, share, axis=0) for x in (history.prompt_tokens, history.prompt_seen))
+    seen = at(seen, *of_prompt).set(1.0, mode="drop") > 0
+    count = at(none, history.tokens, history.generated).add(1.0, mode="drop")
+    penalty = repetition_penalty[:, None]
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    logits = logits - presence_penalty[:, None] * (count > 0).astype(logits.dtype)
+    return logits - frequency_penalty[:, None] * count
+
+
+def check_rules(options: Iterable[str]) -> None:
+    """Checks that each of the sampler's options is read.
+
+    Raises:
+        TypeError: An option is not.
+    """
+    read = {"temperature", "logprobs", *_read_by(changed_logits), *_read_by(truncation)}
+    if unread := [name for name in options if name not in read]:
+        raise TypeError(
+            f"no rule of the sampler reads {', '.join(unread)} of SamplingParams; make it a keyword-only parameter of "
+            "changed_logits or truncation in groupax/engine/rules.py and apply it there, or name it in HOST of "
+            "groupax/core/settings/sampling.py if the host reads it"
+        )
+
+
+def constrained_logits(
+    logits: Float[Array, "B V"], settings: Options, history: History, allowed: Bool[Array, "B V"]
+) -> Float[Array, "B V"]:
+    """Returns the changed logits of allowed tokens; unchanged ones where no token that may follow is allowed."""
+    changed = lax.cond(
+        are_changed(settings, history), lambda: by_options(changed_logits, settings, logits, history), lambda: logits
+    )
+    # the end of a completion may be the only allowed token before `min_tokens`
+    is_left = jnp.any(allowed & (changed > -jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(allowed, jnp.where(is_left, changed, logits), -jnp.inf)
+
+
+def are_changed(settings: Options, history: History) -> Bool[Array, ""]:
+    """Returns whether an option of `changed_logits` is set in a row."""
+    by_row = history.num_generated < settings["min_tokens"]
+    for name in [each for each in _read_by(changed_logits) if each in SAMPLER and each != "min_tokens"]:
+        is_set = settings[name] != (SAMPLER[name] or 0)
+        by_row |= is_set if is_set.ndim == 1 else jnp.any(is_set, axis=-1)
+    return jnp.any(by_row)
+
+
+check_rules(SAMPLER)
