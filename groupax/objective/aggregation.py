@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.core.settings.objective import ObjectiveSettings
+from groupax.core.types import Metrics
 from groupax.parallel.pytree import pytree
 
 
@@ -155,3 +157,13 @@ def row_means(values: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B"]:
 def _per_token(values: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     values = values[:, None] if jnp.ndim(values) == 1 else values
     return jnp.broadcast_to(values, mask.shape).astype(jnp.float32)
+
+
+def mean_metrics(sums: MetricSums, num_tokens: int) -> Metrics:
+    """Divides sums by the number of loss tokens: NaN without any. Extremes over no rows are 0."""
+    if not num_tokens:
+        return dict.fromkeys((*sums.sums, *sums.minima, *sums.maxima), float("nan"))
+    means = {name: float(total) / num_tokens for name, total in sums.sums.items()}
+    minima = {name: 0.0 if value == np.inf else float(value) for name, value in sums.minima.items()}
+    maxima = {name: 0.0 if value == -np.inf else float(value) for name, value in sums.maxima.items()}
+    return means | minima | maxima

@@ -25,13 +25,13 @@ from groupax.models.specs import Params
 from groupax.models.vision.tower import FeatureCache
 from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.quantize import cast_unquantized
-from groupax.objective.aggregation import Denominators, MetricSums
+from groupax.objective.aggregation import Denominators, MetricSums, mean_metrics
 from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state, top_entropy_threshold
 from groupax.parallel.collectives import on_devices, on_host, to_host, weights_digest
 from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import num_data_shards, splits_model
 from groupax.training.images import computed_features, known_features
-from groupax.training.memory import UpdateMemory, compute_dtype, explain_out_of_memory
+from groupax.training.memory import UpdateMemory, compute_dtype, efficiency_metrics, explain_out_of_memory
 from groupax.training.optimizer import make_optimizer, make_schedule
 from groupax.training.packing import MicroBatch, Packed, attention_cost_with, denominators, pack, pack_parts, unpack
 from groupax.training.shapes import Shape
@@ -39,6 +39,7 @@ from groupax.training.state import (
     TrainState,
     cast_params,
     check_dropout,
+    distribution_metrics,
     ema_update,
     frozen_base,
     init_state,
@@ -51,9 +52,6 @@ from groupax.training.step import (
     StepSettings,
     all_reduce,
     apply_update,
-    distribution_metrics,
-    efficiency_metrics,
-    mean_metrics,
     micro_step,
     policy_loss,
     score,

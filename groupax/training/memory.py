@@ -1,20 +1,23 @@
-"""The dtype and the size of micro-batches: what fits into memory, and advice where something did not."""
+"""The dtype and the size of micro-batches: what fits into memory, advice where something did not, and their speed."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from groupax.core.errors import RunError, is_out_of_memory
 from groupax.core.settings.compute import Checkpointing, CheckpointingChoice
+from groupax.core.types import Metrics, Row
 from groupax.models.attention import MAX_UNBLOCKED_COLUMNS
 from groupax.models.config import ModelConfig
 from groupax.models.execution import Execution
-from groupax.models.flops import activation_bytes_per_token
+from groupax.models.flops import activation_bytes_per_token, forward_flops
+from groupax.parallel.memory import peak_flops, peak_memory_bytes
 from groupax.training.packing import Packed
 
 # Kinds of checkpointing by how much they recompute.
@@ -111,3 +114,22 @@ def explain_out_of_memory(
         raise RunError(
             f"out of memory in a micro-batch of {num_tokens} tokens per device; {advice}. The devices report:\n{error}"
         ) from error
+
+
+def efficiency_metrics(
+    packed: Sequence[Packed], rows: Sequence[Row], seconds: float, config: ModelConfig, mesh: Mesh, dtype: Any
+) -> Metrics:
+    """Returns padding, throughput, model FLOPs utilization and peak memory of an update."""
+    groups: dict[int, tuple[int, list[int]]] = {}
+    for row in rows:
+        groups.setdefault(row.group, (len(row.prompt), []))[1].append(len(row.completion))
+    flops_per_s = 3.0 * forward_flops(config, groups.values()) / seconds  # backward is twice forward
+    num_tokens = sum(prompt - 1 + sum(lengths) for prompt, lengths in groups.values())
+    return {
+        "padding_frac": 1.0 - num_tokens / sum(part.num_tokens for part in packed),
+        "micro_batches": float(len(packed)),
+        "time/train_s": seconds,
+        "train/tokens_per_s": num_tokens / seconds,
+        "mfu": flops_per_s / peak_flops(mesh, dtype),
+        "memory/peak_bytes": peak_memory_bytes(mesh),
+    }

@@ -6,12 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from groupax.core.settings.compute import VisionSettings
+from groupax.core.types import Metrics
 from groupax.models.adapted import FrozenBase
 from groupax.models.config import ModelConfig
 from groupax.models.params import partition_specs, weight_dtype
@@ -258,3 +260,12 @@ def check_dropout(rate: float, mesh: Mesh) -> None:
             f"mesh {format_mesh(mesh)}: lora_dropout {rate} is not built for inputs that are split over tp; set it to "
             "0, or tp to 1"
         )
+
+
+def distribution_metrics(norms: np.ndarray, ratios: np.ndarray) -> Metrics:
+    """Summarizes the norms and update ratios of all weights."""
+    return {
+        "weights/norm": float(np.sqrt(np.sum(np.square(norms.astype(float))))),
+        "weights/update_ratio_mean": float(ratios.mean()),
+        "weights/update_ratio_max": float(ratios.max()),
+    }

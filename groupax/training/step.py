@@ -5,26 +5,23 @@ step adds them up. Gradients of weights that are sharded over a data axis are re
 each device accumulates its own shard.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Key
 
 from groupax.core.settings.objective import ObjectiveSettings
-from groupax.core.types import Metrics, Row
+from groupax.core.types import Metrics
 from groupax.models.adapted import Dropout, FrozenBase, apply_adapter
 from groupax.models.config import ModelConfig
 from groupax.models.execution import Execution
 from groupax.models.experts import Routing, load_balancing_loss
-from groupax.models.flops import forward_flops
 from groupax.models.logprobs import gather_with_inverse, grouped_logprobs, local_tokens
 from groupax.models.params import layout_of, partition_specs
 from groupax.models.specs import Params
@@ -32,10 +29,9 @@ from groupax.models.vision.tower import encode_images
 from groupax.objective.aggregation import Denominators, MetricSums, join, merge, psum_metrics
 from groupax.objective.losses import old_logprobs, policy_objective, zero_metrics
 from groupax.parallel.collectives import psum, to_device
-from groupax.parallel.memory import peak_flops, peak_memory_bytes
 from groupax.parallel.mesh import DATA, TOKENS, Layout
 from groupax.parallel.pytree import pytree
-from groupax.training.packing import MicroBatch, Packed
+from groupax.training.packing import MicroBatch
 from groupax.training.state import REPLICATED, TrainState, shard_state, state_shardings, update_by_layer
 
 ROWS = PartitionSpec(DATA)
@@ -266,48 +262,10 @@ def _balance(routings: list[Routing], batch: MicroBatch, layout: Layout) -> Floa
     return psum(load_balancing_loss(routings, counted, TOKENS), layout.axis("tokens")) * num_tokens
 
 
-def mean_metrics(sums: MetricSums, num_tokens: int) -> Metrics:
-    """Divides sums by the number of loss tokens: NaN without any. Extremes over no rows are 0."""
-    if not num_tokens:
-        return dict.fromkeys((*sums.sums, *sums.minima, *sums.maxima), float("nan"))
-    means = {name: float(total) / num_tokens for name, total in sums.sums.items()}
-    minima = {name: 0.0 if value == np.inf else float(value) for name, value in sums.minima.items()}
-    maxima = {name: 0.0 if value == -np.inf else float(value) for name, value in sums.maxima.items()}
-    return means | minima | maxima
-
-
 def policy_loss(metrics: Metrics, entropy_coef: float, config: ModelConfig, settings: ObjectiveSettings) -> float:
     """Returns the loss of a step without its entropy bonus and without a mixture's load-balancing loss."""
     loss = metrics["loss"] + (entropy_coef * metrics["entropy"] if entropy_coef else 0.0)
     return loss - router_loss_coef(config, settings) * metrics[ROUTER_LOSS] if config.experts else loss
-
-
-def distribution_metrics(norms: np.ndarray, ratios: np.ndarray) -> Metrics:
-    """Summarizes the norms and update ratios of all weights."""
-    return {
-        "weights/norm": float(np.sqrt(np.sum(np.square(norms.astype(float))))),
-        "weights/update_ratio_mean": float(ratios.mean()),
-        "weights/update_ratio_max": float(ratios.max()),
-    }
-
-
-def efficiency_metrics(
-    packed: Sequence[Packed], rows: Sequence[Row], seconds: float, config: ModelConfig, mesh: Mesh, dtype: Any
-) -> Metrics:
-    """Returns padding, throughput, model FLOPs utilization and peak memory of an update."""
-    groups: dict[int, tuple[int, list[int]]] = {}
-    for row in rows:
-        groups.setdefault(row.group, (len(row.prompt), []))[1].append(len(row.completion))
-    flops_per_s = 3.0 * forward_flops(config, groups.values()) / seconds  # backward is twice forward
-    num_tokens = sum(prompt - 1 + sum(lengths) for prompt, lengths in groups.values())
-    return {
-        "padding_frac": 1.0 - num_tokens / sum(part.num_tokens for part in packed),
-        "micro_batches": float(len(packed)),
-        "time/train_s": seconds,
-        "train/tokens_per_s": num_tokens / seconds,
-        "mfu": flops_per_s / peak_flops(mesh, dtype),
-        "memory/peak_bytes": peak_memory_bytes(mesh),
-    }
 
 
 @partial(jax.jit, static_argnames=("optimizer", "config", "mesh", "offload_optimizer"), donate_argnames=("state",))
