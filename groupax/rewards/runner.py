@@ -162,7 +162,7 @@ class RewardRunner:
                     self._start_calls([row for index in part for row in groups[index]])
         calls, own.calls = own.calls, []
         if self._home in (None, threading.get_ident()):
-            self.serve([call for row in calls for call in row])
+            self._main_thread.run_until([call for row in calls for call in row])
         by_reward: dict[str, list[Scores]] = {}
         rollouts = [row for group in groups for row in group]
         for reward in self.rewards:  # a reward model forms its own batches

@@ -148,7 +148,9 @@ class Collector:
                 "filter/filled_up_frac": num_filled / wanted,
             }
         experience = self.experience(groups, cursor, metrics, errors)
-        return replace(experience, metrics=with_logged(experience.metrics, logged_metrics(rounds)))
+        if any(scored.logged for scored in rounds):
+            return replace(experience, metrics=with_logged(experience.metrics, logged_metrics(rounds)))
+        return experience
 
     def sample(
         self, sampler: Sampler, cursor: Cursor, policy_version: int, first: int, count: int
@@ -159,11 +161,11 @@ class Collector:
             RunError: The devices have too little memory.
         """
         visited, rules = self.visited(cursor.num_prompts + first, count), self.episodes.rules
-        examples, token_ids = self.prompts.examples, self.prompts.token_ids
+        examples, token_ids, images = self.prompts.examples, self.prompts.token_ids, self.prompts.images
         prompts = Prompts(
             [examples[index] for index in visited],
             [token_ids[index] for index in visited],
-            self.prompts.images_of(visited),
+            [images[index] for index in visited] if images is not None else (),
             first,
         )
         number, record = cursor.num_rollouts, self.record(cursor.num_rollouts) if rules.has_turns else None
@@ -336,7 +338,7 @@ def sample_groups(
     rows = [prompts.rows[index] for index in range(len(prompts.token_ids))]
     for sequence in sequences:
         number = sequence.prompt_index - prompts.first
-        sequence.adapter = rules.adapter_of(rows[number])
+        sequence.adapter = rules.adapter_of(rows[number]) if rules.adapters else None
         sequence.images = prompts.images[number] if prompts.images else None
     groups: dict[int, list[Sequence]] = {}
     with closing(sampler.session()) as session:

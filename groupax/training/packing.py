@@ -337,7 +337,7 @@ def _pack_shard(
 ) -> tuple[MicroBatch, np.ndarray, Sequence[Image]]:
     indices = [index for group in groups for index in group.rows]
     lengths = [length for group in groups for length in group.lengths]
-    starts = _row_starts(lengths, shape.tokens)
+    starts = (shape.tokens - sum(lengths) + np.cumsum([0, *lengths]))[:-1].tolist()  # rows are at the end
     first_targets = [start - (shape.tokens - shape.row_tokens) for start in starts]
     (B, T), row_index = shape.rows, np.full(shape.rows[0], -1)
     slots, cells = np.full(shape.row_tokens, -1, np.int32), np.full((B, T), -1, np.int32)
@@ -368,11 +368,6 @@ def _pack_shard(
         spread = np.arange(size, dtype=np.int64) * 0x85EBCA77 + owner * 0x9E3779B1
         dropout_ids[start : start + size] = (spread & 0xFFFFFFFF).astype(np.uint32)
     return MicroBatch(ragged, cells, slots, loss_inputs, dropout_ids), row_index, images
-
-
-def _row_starts(lengths: Sequence[int], num_tokens: int) -> list[int]:
-    """Returns the first token of each row: rows are at the end of the shard."""
-    return (num_tokens - sum(lengths) + np.cumsum([0, *lengths]))[:-1].tolist()
 
 
 def _ragged(
