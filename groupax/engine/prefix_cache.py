@@ -18,7 +18,7 @@ class Prefix:
     """The keys, [K, H, n], and values, [K, n, H], of n tokens in each layer, computed with an adapter, -1 for none.
 
     Tokens are what a prompt is looked up by: token ids, and numbers below 0 in place of those that stand for an image
-    (see `prefill.lookup_tokens`).
+    (see `images.lookup_tokens`).
     """
 
     tokens: np.ndarray
