@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from groupax.engine.cache import num_cached_heads, num_recurrent
 from groupax.engine.constraints import ConstraintCompiler
 from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, Demand, Plan
 from groupax.engine.prefix_cache import PrefixCache
+from groupax.models.adapted import changes_of, check_finite_changes, stack_adapters
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
 from groupax.models.flops import find_config
@@ -215,6 +216,23 @@ def load_sharded(
             _refuse_quantized("quantized weights", mesh)
         _check_divides(read_config(hf_config), mesh)
     return load_model(name_or_path, dtype, mesh, replicated=REPLICATED_DIMS)
+
+
+def with_adapters(model: Model, adapters: Mapping[str, Model]) -> Params:
+    """Returns the weights of a model with adapters of it, stacked.
+
+    Raises:
+        ValueError: An adapter is of another base, or has more than low-rank changes.
+    """
+    changes = []
+    for name, each in adapters.items():
+        if each.adapter is None or each.adapter.frozen.params is not model.params:
+            raise ValueError(
+                f"{name} is not an adapter of the same model in memory; load it by load_adapter(model, ...)"
+            )
+        changes.append(changes_of(each.adapter.trained, each.adapter.config.scale, model.params["embed"].dtype))
+        check_finite_changes(changes[-1].trained)
+    return stack_adapters(model.params, changes)
 
 
 def validate_tp(config: ModelConfig, mesh: Mesh, params: Params, weights: str) -> None:

@@ -5,22 +5,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from groupax.core.settings.sampling import SamplingParams
-from groupax.core.types import PromptImages
-from groupax.data.chat import render
-from groupax.data.images import has_images, images_of, with_images, without_images
-from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, special_token_ids
+from groupax.data.tokenizer import eos_token_ids, load_tokenizer, special_token_ids
 from groupax.engine.batch import PROGRAMS
-from groupax.engine.core import EngineCore, load_sharded
+from groupax.engine.core import EngineCore, load_sharded, with_adapters
+from groupax.engine.images import encoded_prompts
 from groupax.engine.sampling import row_keys
 from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
-from groupax.models.adapted import changes_of, check_finite_changes, stack_adapters
-from groupax.models.specs import Params
 from groupax.models.vision.processing import prompt_encoder
 from groupax.models.weights.checkpoint import Model, load_adapter
 from groupax.models.weights.quantize import require_quantizer
@@ -105,7 +100,7 @@ class Engine(EngineCore):
             ValueError: There is no tokenizer, the weights cannot be sharded so, or an adapter has another base or more
                 than low-rank changes.
         """
-        params, names = (_with_adapters(model, adapters), tuple(adapters)) if adapters else (model.params, ())
+        params, names = (with_adapters(model, adapters), tuple(adapters)) if adapters else (model.params, ())
         if tokenizer is None:
             if model.source is None:
                 raise ValueError(
@@ -135,7 +130,7 @@ class Engine(EngineCore):
             ValueError: A prompt is empty, too long, no row of token ids, has tokens outside the vocabulary, or needs a
                 tokenizer, or there is no such adapter.
         """
-        ids, images = self._encoded(prompts)
+        ids, images = encoded_prompts(prompts, self.tokenizer, self.image_encoder)
         groups: list[list[Sequence]] = [[] for _ in ids]
         sequences = self.sequences(ids, params or SamplingParams(), step, adapter=adapter)
         for sequence in sequences:
@@ -150,34 +145,10 @@ class Engine(EngineCore):
         Raises:
             ValueError: Prompts are of several kinds, need a tokenizer, or have images, which `generate` takes.
         """
-        ids, images = self._encoded(prompts)
+        ids, images = encoded_prompts(prompts, self.tokenizer, self.image_encoder)
         if any(images):
             raise ValueError("a prompt has images, which its token ids alone do not show; give the prompt to generate")
         return ids
-
-    def _encoded(self, prompts: Any) -> tuple[list[np.ndarray], list[PromptImages | None]]:
-        given = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        images: list[PromptImages | None] = [None] * len(given)
-        texts = [p for p in given if isinstance(p, str) or (isinstance(p, list) and p and isinstance(p[0], dict))]
-        if not texts:
-            return [np.asarray(prompt, np.int32) for prompt in given], images
-        if self.tokenizer is None:
-            raise ValueError("a prompt that is a text or a list of messages needs a tokenizer; give the Engine one")
-        if len(texts) < len(given):
-            raise ValueError("give all prompts as text or messages, or all as token ids")
-        shown = {} if self.image_encoder is None else {i: p for i, p in enumerate(given) if has_images({"prompt": p})}
-        plain = iter(encode_prompts(self.tokenizer, [p for index, p in enumerate(given) if index not in shown]))
-        ids = []
-        for index in range(len(given)):
-            if index in shown and self.image_encoder is not None:
-                name, row = f"prompt {index}", with_images({"prompt": shown[index]}, f"prompt {index}")
-                prompt = without_images(row["prompt"])
-                text = render(self.tokenizer, prompt, name, may_be_empty=True, with_images=True)
-                encoded, images[index] = self.image_encoder.encode(text, images_of(row), is_rendered=True)
-                ids.append(encoded)
-            else:
-                ids.append(next(plain))
-        return ids, images
 
     def sequences(
         self,
@@ -276,26 +247,6 @@ class Engine(EngineCore):
     def num_programs(self) -> int:
         """Number of programs that the engines of this process have compiled."""
         return sum(program._cache_size() for program in PROGRAMS)
-
-
-def _with_adapters(model: Model, adapters: Mapping[str, Model]) -> Params:
-    changes = []
-    for name, each in adapters.items():
-        if each.adapter is None or each.adapter.frozen.params is not model.params:
-            raise ValueError(
-                f"{name} is not an adapter of the same model in memory; load it by load_adapter(model, ...)"
-            )
-        changes.append(changes_of(each.adapter.trained, each.adapter.config.scale, model.params["embed"].dtype))
-        check_finite_changes(changes[-1].trained)
-    return stack_adapters(model.params, changes)
-
-
-def _is_one_prompt(prompts: Any) -> bool:
-    if isinstance(prompts, (np.ndarray, jax.Array)):
-        return prompts.ndim < 2
-    if isinstance(prompts, (list, tuple)):
-        return bool(prompts) and isinstance(prompts[0], (dict, int, np.integer))
-    return isinstance(prompts, str)
 
 
 def new_sequences(

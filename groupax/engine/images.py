@@ -1,18 +1,62 @@
-"""Images of prompts while they are admitted: their features and the places of their tokens."""
+"""Prompts and their images: what they are encoded to, their features and the places of their tokens."""
 
 from collections.abc import Sequence as Many
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Float, Int
 
 from groupax.core.types import PromptImages
+from groupax.data.chat import render
+from groupax.data.images import has_images, images_of, with_images, without_images
+from groupax.data.prompts import ImageEncoder
+from groupax.data.tokenizer import encode_prompts
 from groupax.engine.scheduler import Admission
 from groupax.engine.sequence import Sequence
 from groupax.models.vision.config import VisionConfig
 from groupax.models.vision.placement import continued, image_blocks
 from groupax.models.vision.tower import FeatureCache
 from groupax.parallel.pytree import pytree
+
+
+def encoded_prompts(
+    prompts: Any, tokenizer: Any, encoder: ImageEncoder | None
+) -> tuple[list[np.ndarray], list[PromptImages | None]]:
+    """Returns the token ids and the images of one prompt or a list of them: texts, lists of messages, or token ids.
+
+    Raises:
+        ValueError: Prompts are of several kinds, or need a tokenizer.
+    """
+    given = [prompts] if _is_one_prompt(prompts) else list(prompts)
+    images: list[PromptImages | None] = [None] * len(given)
+    texts = [p for p in given if isinstance(p, str) or (isinstance(p, list) and p and isinstance(p[0], dict))]
+    if not texts:
+        return [np.asarray(prompt, np.int32) for prompt in given], images
+    if tokenizer is None:
+        raise ValueError("a prompt that is a text or a list of messages needs a tokenizer; give the Engine one")
+    if len(texts) < len(given):
+        raise ValueError("give all prompts as text or messages, or all as token ids")
+    shown = {} if encoder is None else {i: p for i, p in enumerate(given) if has_images({"prompt": p})}
+    plain = iter(encode_prompts(tokenizer, [p for index, p in enumerate(given) if index not in shown]))
+    ids = []
+    for index in range(len(given)):
+        if index in shown and encoder is not None:
+            name, row = f"prompt {index}", with_images({"prompt": shown[index]}, f"prompt {index}")
+            text = render(tokenizer, without_images(row["prompt"]), name, may_be_empty=True, with_images=True)
+            encoded, images[index] = encoder.encode(text, images_of(row), is_rendered=True)
+            ids.append(encoded)
+        else:
+            ids.append(next(plain))
+    return ids, images
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    if isinstance(prompts, (np.ndarray, jax.Array)):
+        return prompts.ndim < 2
+    if isinstance(prompts, (list, tuple)):
+        return bool(prompts) and isinstance(prompts[0], (dict, int, np.integer))
+    return isinstance(prompts, str)
 
 
 @pytree
