@@ -21,21 +21,13 @@ STUDENT = "student"  # see `mean_value`
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over items.
+    """A mean over items."""
 
-    Attributes:
-        value: Mean; NaN if there are no items.
-        low: Lower end of the 95 % interval; NaN if there are too few items for one.
-        high: Upper end of the interval.
-        method: Name of the method of the interval.
-        num_items: Number of items.
-    """
-
-    value: float
-    low: float
-    high: float
-    method: str
-    num_items: int
+    value: float  # mean; NaN if there are no items
+    low: float  # lower end of the 95 % interval; NaN if there are too few items for one
+    high: float  # upper end of the interval
+    method: str  # name of the method of the interval
+    num_items: int  # number of items
 
     def __str__(self) -> str:
         interval = "" if math.isnan(self.low) else f" [{self.low:.3f}, {self.high:.3f}]"
