@@ -3,7 +3,7 @@
     (submit ──► reserve) ──► fit_columns ──► admit ──► decode ──► store_prefixes ──► free_finished ──► compact ──► ...
 
 The scheduler knows which sequence sits in which slot, the plan what memory allows; the batch changes the arrays
-accordingly.
+accordingly, and `resizing.Arrays` their shape (reserve, fit_columns, compact).
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Changes of the cache and its slots to other shapes: what stays is moved, array by array."""
+"""The cache and slots of a batch, and their changes to other shapes: what stays is moved, array by array."""
 
 from collections.abc import Iterable
 from dataclasses import replace
