@@ -126,7 +126,7 @@ def check_links(folder: Path) -> None:
     allowed = [own, (own.parents[1] / "blobs").resolve()] if own.parent.name == "snapshots" else [own]
     for entry in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         if READ.fullmatch(entry.name) and entry.is_symlink():
-            target = entry.resolve()
+            target = Path(os.path.realpath(entry))  # of a loop of links one of them, which cannot be opened
             if not any(target.is_relative_to(each) for each in allowed):
                 raise ValueError(
                     f"{folder / entry.name} is a link out of the model's folder (to {target}); replace it by a copy of "

@@ -209,7 +209,7 @@ def replace_card(folder: Path, text: str) -> None:
 def _resolved(folder: Path) -> Path:
     if "\0" in str(folder):
         raise ValueError(f"{str(folder)!r} is not a valid folder name: it has a null character")
-    return folder.expanduser().resolve()
+    return Path(os.path.realpath(folder.expanduser()))
 
 
 def _contains_cwd(folder: Path) -> bool:
