@@ -39,7 +39,7 @@ from groupax.models.adapted import FrozenBase, LowRank, Params
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Spec, model_specs, num_params
 from groupax.models.weights.quantize import dense
-from groupax.models.weights.tensor_files import DTYPES, INDEX_NAME, SINGLE_NAME, TensorFile, check_finite
+from groupax.models.weights.tensor_files import INDEX_NAME, SINGLE_NAME, TensorFile, check_finite
 from groupax.parallel.collectives import to_device
 
 PATTERN_TIMEOUT_S = 2.0
@@ -422,35 +422,26 @@ def read_adapter(config: ModelConfig, lora: LoRAConfig, folder: Path, sharding: 
         )
     if not path.is_file():
         raise ValueError(f"{folder} has no {ADAPTER_TENSORS}; pickled adapters are never loaded")
-    file = TensorFile(path)
     try:
         specs = adapter_specs(config, lora)
     except ValueError as error:
         raise ValueError(f"{folder / ADAPTER_NAME}: {error}") from error
-    _check_adapter_tensors({spec.name: spec for spec in jax.tree.leaves(specs)}, file.file, path)
-
-    def read(spec: Any) -> Any:
-        array = file.get_tensor(spec.name)
-        check_finite(array, f"{path}: {spec.name}")
-        return to_device(array.astype(np.float32), sharding)
-
-    return jax.tree.map(read, specs)
-
-
-def _check_adapter_tensors(expected: Mapping[str, Any], file: Any, path: Path) -> None:
-    found = set(file.keys())
-    missing, unknown = sorted(expected.keys() - found), sorted(found - expected.keys())
+    expected, found = {spec.name: spec for spec in jax.tree.leaves(specs)}, TensorFile(path).tensors()
+    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or unknown:
         raise ValueError(
             f"{path} does not match {ADAPTER_NAME} for this base: it lacks {missing[:3]}, and {short_repr(unknown)} "
             "does not belong there"
         )
     for name, spec in expected.items():
-        shape, dtype = file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()
-        if tuple(shape) != spec.shape:
-            raise ValueError(f"{path}: {name} has shape {shape}, not {list(spec.shape)}")
-        if dtype not in DTYPES:
-            raise ValueError(f"{path}: {name} has dtype {dtype}; supported are {', '.join(DTYPES)}")
+        found[name].check(spec.shape, f"{path}: {name}", f"{ADAPTER_NAME} with this base")
+
+    def read(spec: Any) -> Any:
+        array = found[spec.name].whole()
+        check_finite(array, f"{path}: {spec.name}")
+        return to_device(array.astype(np.float32), sharding)
+
+    return jax.tree.map(read, specs)
 
 
 def adapter_base(content: Mapping[str, Any], folder: Path) -> str:
