@@ -59,7 +59,12 @@ def read_gemma3_vision(hf: Mapping[str, Any]) -> VisionConfig:
     """Reads SigLIP over a whole image, and a projector from averages of squares of patches (arXiv:2503.19786)."""
     defaults = {**SIGLIP, "hidden_size": 768, "num_attention_heads": 12, "patch_size": 16, "vision_use_head": True}
     settings = vision_settings(hf, ("siglip_vision_model",), defaults)
-    tower = siglip_tower(settings, has_head=settings["vision_use_head"])
+    if settings["vision_use_head"]:
+        raise ValueError(
+            "vision_config has vision_use_head=true, as it does without this key; groupax supports only towers without "
+            "the pooling head, which nothing reads and released models lack"
+        )
+    tower = siglip_tower(settings)
     features = hf.get("mm_tokens_per_image", 256)
     side, patches = int(features**0.5), tower.positions_per_side
     if side < 1 or side**2 != features or patches % side:
