@@ -8,7 +8,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,7 @@ from safetensors.numpy import save_file
 from groupax.core.settings.fields import nearest
 from groupax.core.settings.optimizer import LoRABias
 from groupax.core.storage.folders import ADAPTER_NAME, at_revision, split_revision
-from groupax.core.storage.model_json import (
-    FLAG,
-    MAX_SIZE,
-    TEXT,
-    Kind,
-    above,
-    integer,
-    is_integer,
-    is_number,
-    list_of,
-    validate,
-)
+from groupax.core.storage.model_json import FLAG, TEXT, Kind, above, integer, is_number, validate
 from groupax.core.terminal.printable import short_repr
 from groupax.models.adapted import FrozenBase, LowRank, Params
 from groupax.models.config import ModelConfig
@@ -53,6 +42,16 @@ _INERT = (
     "auto_mapping base_model_name_or_path eva_config inference_mode init_lora_weights loftq_config megatron_core "
     "peft_type peft_version qalora_group_size revision runtime_config task_type"
 )
+_NAMES = Kind("a list of names", lambda value: isinstance(value, tuple) and all(map(TEXT.accepts, value)))
+_KINDS: Mapping[str, Kind] = {
+    "r": integer(),
+    "lora_alpha": above(0),
+    "lora_dropout": Kind("a number of at least 0 and below 1", lambda value: is_number(value) and 0 <= value < 1),
+    "target_modules": Kind("names, or an expression", lambda value: TEXT.accepts(value) or _NAMES.accepts(value)),
+    "bias": Kind("one of none, all, lora_only", lambda value: value in ("none", "all", "lora_only")),
+    "use_rslora": FLAG,
+    "modules_to_save": _NAMES,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +84,11 @@ class LoRAConfig:
     def __post_init__(self) -> None:
         for name in ("target_modules", "modules_to_save"):
             value = getattr(self, name)
-            if not isinstance(value, str):
+            if isinstance(value, Collection) and not isinstance(value, (str, Mapping)):
                 object.__setattr__(self, name, tuple(sorted(value) if isinstance(value, (set, frozenset)) else value))
-        if isinstance(self.modules_to_save, str):
-            raise ValueError(f"modules_to_save must be a list of names, got {self.modules_to_save!r}")
         if self.target_modules == (ALL_LINEAR,):
             object.__setattr__(self, "target_modules", ALL_LINEAR)
-        if not is_integer(self.r, 1, MAX_SIZE):
-            raise ValueError(f"r must be an integer of at least 1, got {short_repr(self.r)}")
-        if not is_number(self.lora_alpha) or self.lora_alpha <= 0:
-            raise ValueError(f"lora_alpha must be a finite number above 0, got {short_repr(self.lora_alpha)}")
-        if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"lora_dropout must be at least 0 and below 1, got {self.lora_dropout}")
-        if self.bias not in ("none", "all", "lora_only"):
-            raise ValueError(f"bias must be one of none, all, lora_only, got {self.bias!r}")
+        validate(vars(self), _KINDS, "the adapter")
         if not self.target_modules:
             raise ValueError(f"target_modules is empty; name modules like 'q_proj', or set {ALL_LINEAR!r}")
 
@@ -341,21 +331,6 @@ def trainable_params_line(trained: int, total: int) -> str:
 
 
 ADAPTER_TENSORS = "adapter_model.safetensors"
-# The schema of the keys of `adapter_config.json` that are read here.
-ADAPTER_SETTINGS: Mapping[str, Kind] = {
-    "bias": TEXT.or_null(),
-    "lora_alpha": replace(above(0), is_number=False).or_null(),
-    "lora_dropout": Kind(
-        "a number of at least 0 and below 1", lambda value: is_number(value) and 0 <= value < 1
-    ).or_null(),
-    "modules_to_save": list_of(TEXT).or_null(),
-    "peft_type": TEXT,
-    "r": integer().or_null(),
-    "target_modules": Kind(
-        "a string or a list of strings", lambda value: TEXT.accepts(value) or list_of(TEXT).or_null().accepts(value)
-    ),
-    "use_rslora": FLAG.or_null(),
-}
 
 
 def adapter_config_dict(adapter: Adapter, config: ModelConfig) -> dict[str, Any]:
@@ -463,7 +438,6 @@ def read_lora_config(content: Mapping[str, Any], folder: Path) -> LoRAConfig:
     Raises:
         ValueError: A value is not of its key's kind, or requests something unsupported.
     """
-    content = validate(content, ADAPTER_SETTINGS, str(folder / ADAPTER_NAME))
     try:
         return as_lora_config(content, has_weights=True)
     except ValueError as error:
