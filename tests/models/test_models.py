@@ -244,8 +244,8 @@ def test_unsupported_features_of_a_family_are_refused_by_name(change, message):
 
 
 def test_unknown_config_keys_cause_a_warning():
-    with pytest.warns(UserWarning, match="residual_multiplier"):
-        read_config({**TINY, "residual_multiplier": 2.0})
+    with pytest.warns(UserWarning, match="value_residual_scale"):
+        read_config({**TINY, "value_residual_scale": 2.0})
 
 
 @pytest.fixture

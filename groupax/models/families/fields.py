@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
+from groupax.core.storage.model_json import CONFIG
 from groupax.core.terminal.printable import short_repr
 from groupax.models.config import (
     Activation,
@@ -18,12 +19,17 @@ from groupax.models.config import (
     YarnRope,
 )
 
-# Keys that do not affect the forward pass.
-METADATA = (
-    "_name_or_path _sliding_window_pattern architectures attention_dropout auto_map bos_token_id "
-    "cache_implementation classifier_dropout dtype embd_pdrop eos_token_id id2label initializer_range label2id "
-    "model_type num_labels output_router_logits pad_token_id problem_type resid_pdrop tokenizer_class torch_dtype "
-    "transformers_version use_cache"
+# Keys that no reader interprets: they do not affect the forward pass, repeat others, or may have one value only.
+UNREAD = (
+    "_name_or_path _sliding_window_pattern attention_dropout auto_map aux_loss_alpha block_dim block_mlp_init_scale "
+    "block_norm_eps block_out_init_scale block_use_swiglu block_use_xavier_init bos_token_id cache_implementation "
+    "classifier_dropout conv_dim conv_dim_out conv_use_xavier_init embd_pdrop ep_size experts_per_token "
+    "for_llm_compressor initial_context_length initializer_range label2id mamba_ssm_dtype moe_layer_freq "
+    "mtp_num_hidden_layers mtp_use_dedicated_embeddings num_heads order_of_interleaved_layers pad_token_id "
+    "position_embedding_type pretraining_tp problem_type qk_head_dim resid_pdrop residual_dropout rotary_pct "
+    "router_jitter_noise scoring_func seq_aux theta tokenizer_class topk_method transformers_version "
+    "use_bidirectional_attention use_cache use_embedding_sharing use_gated_activation use_parallel_block "
+    "use_parallel_embedding use_pos_enc"
 )
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _SIZES = {
@@ -33,26 +39,23 @@ _SIZES = {
     "num_heads": "num_attention_heads",
     "ffn_size": "intermediate_size",
 }
-_READ = (
-    "head_dim hidden_act max_position_embeddings num_key_value_heads original_max_position_embeddings "
-    "partial_rotary_factor pretraining_tp rms_norm_eps rope_parameters rope_scaling rope_theta tie_word_embeddings"
-)
 
 
-def model_config(hf: Mapping[str, Any], reads: str = "", **overrides: Any) -> ModelConfig:
+def model_config(hf: Mapping[str, Any], **overrides: Any) -> ModelConfig:
     """Returns the architecture of a Llama-like model.
 
     Args:
         hf: Parsed `config.json`.
-        reads: Further keys that the calling family interprets itself, with spaces between them.
-        overrides: Fields of `ModelConfig` that differ from Llama's.
+        overrides: Fields of `ModelConfig` that differ from Llama's; `ropes` and `windows` may be one for all layers. A
+            family has interpreted `layer_types` if it gives a window for each layer, or what is `recurrent`.
     """
     missing = [key for key in _SIZES.values() if key not in hf]
     if missing:
         raise ValueError(f"config.json of a {hf['model_type']} model lacks {', '.join(missing)}")
-    _account_for_all_keys(hf, {*_SIZES.values(), *_READ.split(), *reads.split()})
+    _account_for_all_keys(hf)
     require(hf, {"pretraining_tp": 1})
-    if "layer_types" not in reads.split() and any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
+    has_kinds = isinstance(overrides.get("windows"), tuple) or "recurrent" in overrides
+    if not has_kinds and any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
         raise ValueError(f"layer_types {short_repr(hf['layer_types'])} is not supported for {hf['model_type']}")
     activation = hf.get("hidden_act") or "silu"
     if activation not in get_args(Activation):
@@ -61,7 +64,9 @@ def model_config(hf: Mapping[str, Any], reads: str = "", **overrides: Any) -> Mo
 
     num_layers, num_heads = hf["num_hidden_layers"], hf["num_attention_heads"]
     head_dim = head_dim_of(hf)
-    ropes = overrides.pop("ropes", None) or (read_rope(hf, head_dim),) * num_layers
+    ropes = overrides.pop("ropes", None) or read_rope(hf, head_dim)
+    windows = overrides.pop("windows", None)
+    ropes, windows = (x if isinstance(x, tuple) else (x,) * num_layers for x in (ropes, windows))
     fields = {
         "model_type": hf["model_type"],
         **{ours: hf[theirs] for ours, theirs in _SIZES.items()},
@@ -69,7 +74,7 @@ def model_config(hf: Mapping[str, Any], reads: str = "", **overrides: Any) -> Mo
         "head_dim": head_dim,
         "max_positions": _max_positions(hf, ropes),
         "ropes": ropes,
-        "windows": (None,) * num_layers,
+        "windows": windows,
         "attention_scale": head_dim**-0.5,
         "norm_eps": hf.get("rms_norm_eps", 1e-6),
         "activation": activation,
@@ -184,10 +189,10 @@ def _num_labels(hf: Mapping[str, Any]) -> int:
     return len(hf.get("id2label") or ()) or hf.get("num_labels") or 2
 
 
-def _account_for_all_keys(hf: Mapping[str, Any], read: set[str]) -> None:
+def _account_for_all_keys(hf: Mapping[str, Any]) -> None:
     if hf.get("quantization_config"):
         raise ValueError("the checkpoint is quantized (quantization_config); load the unquantized weights instead")
-    known = {*read, *METADATA.split(), "layer_types"}
+    known = {*CONFIG, *UNREAD.split()}
     unknown = sorted(key for key, value in hf.items() if key not in known and value not in (None, False))
     if unknown:
         warnings.warn(
