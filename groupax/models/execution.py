@@ -63,11 +63,7 @@ def execution_for(
     """Returns the execution settings for a platform.
 
     Args:
-        platform: "cpu" or an accelerator's platform.
-        checkpointing: What the backward pass recomputes.
         scan_layers: Whether to scan layers; None scans on accelerators, whose compilers take seconds per layer.
-        attention: Attention kernel; None for plain attention.
-        reduce_dtype: Dtype in which devices add up the gradients of weights that are sharded over fsdp.
     """
     on_cpu = platform == "cpu"
     scans = not on_cpu if scan_layers is None else scan_layers
@@ -117,8 +113,6 @@ def apply_layers(layer: Layer, x: Array, layers: Sequence[Any], kinds: Sequence[
     Args:
         layer: Function of one layer; it may depend on the index only through the layer's kind. It is called once for
             each layer of the first period and for each layer outside of the pattern.
-        x: Input of the first layer.
-        layers: Weights of each layer.
         kinds: Kind of each layer. Only layers whose weights agree in structure, shape and dtype share a program.
     """
     pattern = find_repeating_pattern([(kind, _form(weights)) for kind, weights in zip(kinds, layers, strict=True)])

@@ -26,7 +26,6 @@ def forward_flops(config: ModelConfig, sequences: Iterable[tuple[int, list[int]]
     vocabulary's matrix multiplies completion tokens only.
 
     Args:
-        config: Architecture of the model.
         sequences: Length of each prompt and lengths of its completions.
     """
     num_tokens = num_completion_tokens = 0
@@ -88,8 +87,6 @@ def activation_bytes_per_token(config: ModelConfig, itemsize: int, checkpointing
     """Counts the bytes per token that a backward pass reads, and those of one layer at work, whatever is recomputed.
 
     Args:
-        config: Architecture of the model.
-        itemsize: Bytes per number.
         checkpointing: What the backward pass recomputes (see `settings.compute.Checkpointing`).
         score_columns: Number of columns for which plain attention keeps the scores of each query; 0 if a kernel
             computes attention.
@@ -214,7 +211,6 @@ def summarize(hf_config: Mapping[str, Any], lora: LoRAConfig | None = None) -> s
     """Returns a text with the architecture, parameter counts, and memory of the weights.
 
     Args:
-        hf_config: Parsed `config.json`.
         lora: An adapter, in which case only it is trained.
     """
     config = read_config(without_nf4(hf_config))

@@ -102,7 +102,6 @@ def as_lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
     """Converts a `LoRAConfig`, a `peft.LoraConfig` or the contents of an `adapter_config.json` to a `LoRAConfig`.
 
     Args:
-        settings: Settings in any of these forms.
         has_weights: Whether the adapter has weights already, so that its initialization does not matter.
 
     Raises:

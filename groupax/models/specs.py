@@ -195,14 +195,7 @@ _SHARDED_OUTPUTS = ("heads", "kv_heads", "ffn")
 def _linear(
     own: str, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], bias: bool = False
 ) -> dict[str, Spec]:
-    """Returns a matrix, or a convolution's weight, and its bias if it has one.
-
-    Args:
-        own: Our name of the matrix.
-        name: Name of its module in a checkpoint.
-        shape, axes: Shape and axes of the matrix.
-        bias: Whether it has a bias.
-    """
+    """Returns a matrix, or a convolution's weight, and its bias if it has one."""
     specs = {own: Spec(shape, axes, f"{name}.weight")}
     if bias:
         axis = axes[0] if axes[0] in _SHARDED_OUTPUTS else None
@@ -391,12 +384,7 @@ def vision_modules(config: VisionConfig) -> list[str]:
 
 
 def vision_specs(config: VisionConfig, text_size: int) -> dict[str, Any]:
-    """Returns the specs of a tower and its projector.
-
-    Args:
-        config: The part of the model that sees images.
-        text_size: Hidden size of the language model.
-    """
+    """Returns the specs of a tower and its projector."""
     names, tower = _NAMES[type(config.projector)], config.tower
     D, side = tower.hidden_size, tower.patch_size
     frames = (tower.frames,) if tower.interpolated else ()  # Qwen's patches span frames, even if it is one

@@ -45,7 +45,6 @@ def model_config(hf: Mapping[str, Any], **overrides: Any) -> ModelConfig:
     """Returns the architecture of a Llama-like model.
 
     Args:
-        hf: Parsed `config.json`.
         overrides: Fields of `ModelConfig` that differ from Llama's; `ropes` and `windows` may be one for all layers. A
             family has interpreted `layer_types` if it gives a window for each layer, or what is `recurrent`.
     """
@@ -101,11 +100,7 @@ def sliding_layers(hf: Mapping[str, Any], rule: Callable[[int], bool]) -> tuple[
 
 
 def every_nth_is_full(hf: Mapping[str, Any], period: int) -> Callable[[int], bool]:
-    """Returns the rule by which all layers but every n-th slide, with n from `sliding_window_pattern`.
-
-    Args:
-        hf: Parsed `config.json`.
-        period: The family's default of n.
+    """Returns the rule by which all layers but every n-th slide; n is the file's pattern, or else the family's.
 
     Raises:
         ValueError: It is a string and the file has no `layer_types`, which transformers does not support either.
@@ -208,7 +203,6 @@ class _Parameters:
 
     Args:
         table: `rope_parameters` (transformers 5), `rope_scaling`, or an entry of it for one kind of layer.
-        hf: Parsed `config.json`.
     """
 
     def __init__(self, table: Mapping[str, Any] | None, hf: Mapping[str, Any]) -> None:
@@ -251,8 +245,6 @@ def read_rope(
     """Returns the rotary embeddings of `rope_parameters` (transformers 5), or of `rope_theta` and `rope_scaling`.
 
     Args:
-        hf: Parsed `config.json`.
-        head_dim: Number of dims of a head of queries and keys.
         table: _Parameters to use instead of those of `hf`.
         kinds: The family's own meanings of type names.
         partial: Whether the family may rotate some of a head's dims only.
@@ -296,8 +288,6 @@ def read_ropes_by_kind(
     """Returns the rotary embeddings of layers with a sliding window, and of the others, which alone may be scaled.
 
     Args:
-        hf: Parsed `config.json`.
-        head_dim: Number of dims of a head of queries and keys.
         local_theta, full_theta: Base of either if the file's table does not say.
 
     Raises:
@@ -320,9 +310,6 @@ def read_ropes_by_kind(
 
 def rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Returns `rope_parameters` of a file, or `rope_scaling` of an older one; None without either.
-
-    Args:
-        hf: Parsed `config.json`.
 
     Raises:
         ValueError: Both exist and disagree, in which case transformers silently ignores the former.

@@ -20,7 +20,6 @@ def read_olmo2(hf: Mapping[str, Any], **overrides: Any) -> ModelConfig:
     """Reads OLMo 2: norms after attention and feed-forward, and over all query and all key heads of a token.
 
     Args:
-        hf: Parsed `config.json`.
         overrides: What a family that is like it has besides (see `fields.model_config`).
     """
     hf = {"rms_norm_eps": 1e-5, **hf}

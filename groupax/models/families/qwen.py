@@ -125,7 +125,6 @@ def _linear_attention(hf: Mapping[str, Any], fused: bool = False, **overrides: A
     """Returns the architecture of a model of Qwen3-Next's kind.
 
     Args:
-        hf: Parsed `config.json`.
         fused: Whether the matrices of a gated delta net are fused (see `GatedDeltaNet`).
         overrides: Fields of the calling family (see `model_config`).
     """
@@ -224,7 +223,6 @@ def _with_axes(config: ModelConfig, hf: Mapping[str, Any], default: tuple[int, i
 
     Args:
         config: Text part, all of whose positions have one.
-        hf: Its parsed `config.json`.
         default: Number of pairs of dims that turn with a frame, a row and a column, if the file does not say.
     """
     sections = tuple((rope_table(hf) or {}).get("mrope_section") or default)

@@ -42,7 +42,6 @@ def vision_settings(hf: Mapping[str, Any], kinds: tuple[str, ...], defaults: Map
     """Returns the `vision_config` of a parsed `config.json`, checked and with the family's defaults.
 
     Args:
-        hf: Parsed `config.json`.
         kinds: Values that its `model_type` may have.
         defaults: The keys that the family interprets, with the values of those that are missing.
 

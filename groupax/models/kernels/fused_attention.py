@@ -37,9 +37,6 @@ def select_fused_attention(
 
     Args:
         implementation: The setting `GRPOConfig.attn_implementation`.
-        device: Device of jax, or a description of one.
-        config: Architecture of the model.
-        dtype: Dtype of the forward pass.
 
     Raises:
         ValueError: "fused" is requested and no kernel supports it.

@@ -239,7 +239,6 @@ def reshard(model: Model, mesh: Mesh, replicated: Collection[str] = ()) -> Model
     """Returns the model on another mesh.
 
     Args:
-        model: Model to move.
         mesh: Devices of the new weights.
         replicated: Dims that may be replicated if they are not divisible by the mesh.
 
@@ -276,11 +275,6 @@ def resolve_tied_head(config: ModelConfig, tensors: Tensors, folder: Path) -> tu
 
     As in transformers, a single tensor is used for both, whichever of the two names it has, and two tensors that differ
     are two weights.
-
-    Args:
-        config: Architecture by `config.json`.
-        tensors: Tensors of the folder.
-        folder: Folder of the model, for the log.
     """
     if not config.tie_embeddings or config.num_labels or HEAD not in tensors:
         return config, tensors
@@ -319,9 +313,6 @@ def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized
     """Checks that a folder has a model's weights in their shapes, and no others.
 
     Args:
-        config: Architecture of the model.
-        tensors: Tensors of the folder.
-        folder: Folder of the model, for an error.
         quantized: Names of the 4-bit weights.
 
     Raises:
@@ -368,8 +359,6 @@ def make_weight_loader(
     """Returns a function that loads a weight to its devices; quantized weights are replicated.
 
     Args:
-        mesh: Devices of the weights.
-        tensors: Tensors of the folder.
         dtype: Dtype of the weights in memory; None keeps each tensor's own.
         weights: Format that the layers' matrices are quantized to.
         quantized: Names of the weights that are in 4 bits already.

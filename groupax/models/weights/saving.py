@@ -222,8 +222,6 @@ def host_tensors(specs: Params, leaves: list[Any], names: Container[str] | None 
     """Returns weights as tensors on the host, without a copy if the devices allow it.
 
     Args:
-        specs: Specs of the weights.
-        leaves: Weights (see `param_leaves`).
         names: Names of the requested weights in a checkpoint; None for all.
     """
     tensors: dict[str, np.ndarray] = {}
@@ -237,7 +235,6 @@ def replace_tensors(specs: Params, params: Params, tensors: Mapping[str, np.ndar
     """Returns weights with some of their tensors replaced; dtypes and shardings stay the same.
 
     Args:
-        specs: Specs of the weights.
         params: Old weights, which are not modified.
         tensors: New tensors by name, in the shapes of the specs. They must not be modified afterwards, since the
             weights may share their memory.

@@ -30,9 +30,6 @@ class TensorFile:
     """A safetensors file that is memory-mapped only while a weight is read.
 
     Pages that were read of a mapped file count as memory of the process, like a second copy of the weights.
-
-    Args:
-        path: Path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -281,9 +278,6 @@ def own_tensors(hf: Mapping[str, Any], config: ModelConfig, tensors: Tensors, fo
 
     Args:
         hf: Parsed `config.json`, of the whole model.
-        config: Architecture of the model.
-        tensors: All tensors of the folder.
-        folder: Folder of the model, for the log.
     """
     found = dict(tensors)
     if has_text_part(hf):
@@ -338,10 +332,6 @@ def _in_released_order(tensors: Tensors, hidden_size: int) -> Tensors:
     """Returns the tensors with stacks of experts in the order of released models, if their shape tells the order.
 
     Released are [E, D, 2 F] for gates and [E, F, D] for the matrices after them.
-
-    Args:
-        tensors: Tensors by name.
-        hidden_size: D.
     """
     found = dict(tensors)
     for name, tensor in tensors.items():
