@@ -31,6 +31,8 @@ UNREAD = (
     "use_bidirectional_attention use_cache use_embedding_sharing use_gated_activation use_parallel_block "
     "use_parallel_embedding use_pos_enc"
 )
+# Rotary parameters that tell apart the axes of images, which texts do not have.
+AXES = ("mrope_interleaved", "mrope_section")
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -54,8 +56,8 @@ def model_config(hf: Mapping[str, Any], **overrides: Any) -> ModelConfig:
     _account_for_all_keys(hf)
     require(hf, {"pretraining_tp": 1})
     has_kinds = isinstance(overrides.get("windows"), tuple) or "recurrent" in overrides
-    if not has_kinds and any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
-        raise ValueError(f"layer_types {short_repr(hf['layer_types'])} is not supported for {hf['model_type']}")
+    if not has_kinds:
+        layer_kinds(hf, "full_attention")
     activation = hf.get("hidden_act") or "silu"
     if activation not in get_args(Activation):
         supported = ", ".join(get_args(Activation))
@@ -88,14 +90,25 @@ def head_dim_of(hf: Mapping[str, Any]) -> int:
     return hf.get("head_dim") or needed(hf, "hidden_size") // needed(hf, "num_attention_heads")
 
 
+def layer_kinds(hf: Mapping[str, Any], *supported: str) -> list[str]:
+    """Returns `layer_types`, without any if the file does not say.
+
+    Raises:
+        ValueError: A layer is of another than the supported kinds.
+    """
+    kinds = hf.get("layer_types") or []
+    if unknown := sorted({kind for kind in kinds if kind not in supported}):
+        raise ValueError(
+            f"layer_types has {short_repr(unknown)}; supported for {hf['model_type']} are {' and '.join(supported)}"
+        )
+    return kinds
+
+
 def sliding_layers(hf: Mapping[str, Any], rule: Callable[[int], bool]) -> tuple[bool, ...]:
     """Returns whether each layer has a sliding window, from `layer_types` or else by the family's rule."""
-    kinds = hf.get("layer_types")
+    kinds = layer_kinds(hf, "full_attention", "sliding_attention")
     if not kinds:
         return tuple(rule(index) for index in range(needed(hf, "num_hidden_layers")))
-    unknown = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
-    if unknown:
-        raise ValueError(f"layer_types has {short_repr(unknown)}; supported are full_attention and sliding_attention")
     return tuple(kind == "sliding_attention" for kind in kinds)
 
 
@@ -122,10 +135,7 @@ def mixer_layers(hf: Mapping[str, Any], kind: str) -> tuple[int, ...]:
     Raises:
         ValueError: A layer is of another kind, or their number is not that of `num_hidden_layers`.
     """
-    kinds = needed(hf, "layer_types")
-    unknown = sorted({each for each in kinds if each not in ("full_attention", kind)})
-    if unknown:
-        raise ValueError(f"layer_types has {short_repr(unknown)}; supported are full_attention and {kind}")
+    kinds = layer_kinds(hf, "full_attention", kind)
     if len(kinds) != needed(hf, "num_hidden_layers"):
         raise ValueError(f"layer_types lists {len(kinds)} layers, but num_hidden_layers is {hf['num_hidden_layers']}")
     return tuple(layer for layer, each in enumerate(kinds) if each == kind)
@@ -206,7 +216,7 @@ class _Parameters:
     """
 
     def __init__(self, table: Mapping[str, Any] | None, hf: Mapping[str, Any]) -> None:
-        self.left = {key: value for key, value in (table or {}).items() if value is not None}
+        self.left = {key: value for key, value in (table or {}).items() if value is not None and key not in AXES}
         self.hf = hf
         named = [self.left.pop(key) for key in ("rope_type", "type") if key in self.left]
         self.kind: str = named[0] if named else "default"

@@ -7,6 +7,7 @@ from groupax.models.config import Chunks, Experts, ModelConfig, QueryGrowth
 from groupax.models.families.fields import (
     biases,
     head_dim_of,
+    layer_kinds,
     layer_windows,
     layers_with_rope,
     model_config,
@@ -33,7 +34,7 @@ LLAMA4_DEFAULTS = {
     "attn_scale": 0.1,
     "use_qk_norm": True,
 }
-CHUNKED, FULL = "chunked_attention", "full_attention"
+CHUNKED = "chunked_attention"
 LLAMA4_NAMES = tuple((name, f"feed_forward.{name}_proj") for name in ("gate", "up", "down"))
 
 
@@ -111,12 +112,9 @@ def read_llama4(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _chunked_layers(hf: Mapping[str, Any], has_rope: list[bool]) -> list[bool]:
-    has_size, kinds = hf["attention_chunk_size"] is not None, hf.get("layer_types")
+    has_size, kinds = hf["attention_chunk_size"] is not None, layer_kinds(hf, CHUNKED, "full_attention")
     if not kinds:
         return [each and has_size for each in has_rope]
-    unknown = sorted(set(kinds) - {CHUNKED, FULL})
-    if unknown:
-        raise ValueError(f"layer_types has {unknown}; supported for {hf['model_type']} are {CHUNKED} and {FULL}")
     if CHUNKED in kinds and not has_size:
         raise ValueError(f"layer_types has {CHUNKED}, but attention_chunk_size is null")
     return [kind == CHUNKED for kind in kinds]

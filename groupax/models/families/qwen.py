@@ -22,8 +22,6 @@ from groupax.models.families.fields import (
 from groupax.models.families.vision import tower_activation, vision_settings
 from groupax.models.vision.config import PatchMerger, TowerConfig, VisionConfig
 
-# Rotary parameters that tell apart the axes of images.
-AXES = ("mrope_interleaved", "mrope_section")
 # Values of a tower that a file may leave out.
 TOWER = {
     "depth": 27,
@@ -104,14 +102,13 @@ def read_qwen3_next(hf: Mapping[str, Any]) -> ModelConfig:
 
 def read_qwen3_5(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Qwen3.5: Qwen3-Next with separate matrices, and feed-forward layers in place of experts."""
-    return _linear_attention(_without_axes_of_images(hf))
+    return _linear_attention(hf)
 
 
 def read_qwen3_5_moe(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Qwen3.5 with experts in all layers."""
     experts = _with_shared_expert(hf, tuple(range(needed(hf, "num_hidden_layers"))), norm_topk_prob=True)
-    hf = {**_without_axes_of_images(hf), "intermediate_size": experts.ffn_size}  # which no layer has
-    return _linear_attention(hf, experts=experts)
+    return _linear_attention({**hf, "intermediate_size": experts.ffn_size}, experts=experts)  # which no layer has
 
 
 def _with_shared_expert(hf: Mapping[str, Any], layers: tuple[int, ...], norm_topk_prob: bool) -> Experts:
@@ -155,15 +152,6 @@ def _linear_attention(hf: Mapping[str, Any], fused: bool = False, **overrides: A
         **biases(hf),
         **overrides,
     )
-
-
-def _without_axes_of_images(hf: Mapping[str, Any]) -> dict[str, Any]:
-    tables = {name: _without_axes(hf[name]) for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
-    return {**hf, **tables}
-
-
-def _without_axes(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in table.items() if key not in AXES}
 
 
 # -- models that see images
@@ -212,7 +200,7 @@ def read_qwen3_5_vision(hf: Mapping[str, Any]) -> VisionConfig:
 
 
 def _read_qwen3(hf: Mapping[str, Any], read: Callable[[Mapping[str, Any]], ModelConfig]) -> ModelConfig:
-    table = _without_axes(rope_table(hf) or {})
+    table = rope_table(hf) or {}
     theta = table.get("rope_theta") or hf.get("rope_theta") or 500_000.0
     left = {key: value for key, value in hf.items() if key not in ("rope_parameters", "rope_scaling", "layer_types")}
     return read({**left, "use_sliding_window": False, "rope_parameters": {**table, "rope_theta": theta}})

@@ -136,7 +136,9 @@ def load_model(
     hf_config = without_mxfp4(without_nf4(hf_config))
     config = config if max_positions is None else replace(config, max_positions=max_positions)
     found = own_tensors(whole_config, config, dequantized_tensors(find_tensors(folder)), folder)
-    stored, tensors, quantized = _find_weights(config, found, folder, in_4_bits)
+    stored, tensors = resolve_tied_head(config, found, folder)
+    quantized = {name for name in tensors if in_4_bits and f"{name}.{FURTHER[0]}" in tensors}
+    check_tensors(stored, tensors, folder, quantized)
     if stored != config:
         config, hf_config = stored, {**hf_config, "tie_word_embeddings": False}
     mesh = mesh or default_mesh(4 * num_params(config))
@@ -184,16 +186,6 @@ def load_adapter(model: Model, name_or_path: str | os.PathLike[str]) -> Model:
     lora = read_lora_config(read_json(folder / ADAPTER_NAME), folder)
     trained = read_adapter(model.config, lora, folder, _replicated(model.mesh))
     return replace(_with_adapter(model, lora, trained), name=_absolute(name_or_path))
-
-
-def _find_weights(
-    config: ModelConfig, tensors: Tensors, folder: Path, in_4_bits: bool
-) -> tuple[ModelConfig, Tensors, set[str]]:
-    """Returns the architecture by the files' tensors, these tensors, and the names of the 4-bit weights."""
-    stored, tensors = resolve_tied_head(config, tensors, folder)
-    quantized = {name for name in tensors if in_4_bits and f"{name}.{FURTHER[0]}" in tensors}
-    check_tensors(stored, tensors, folder, quantized)
-    return stored, tensors, quantized
 
 
 def _load_with_base(name_or_path: str | os.PathLike[str], folder: Path, base: Any, options: Mapping[str, Any]) -> Model:
