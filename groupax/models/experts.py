@@ -258,7 +258,7 @@ def _grouped_matmul(
     XLA has kernels for it on TPUs. On NVIDIA GPUs it would multiply all rows by all matrices.
     """
     if traced_platform() == "gpu":
-        from groupax.models.kernels.grouped_matmul import grouped_matmul
+        from groupax.models.kernels.triton_matmul import grouped_matmul
 
         return grouped_matmul(rows, weights, sizes)
     return lax.ragged_dot_general(rows, weights, sizes, _ROWS_BY_GROUP)
