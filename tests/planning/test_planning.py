@@ -27,7 +27,7 @@ from groupax.core.terminal.activities import Activities
 from groupax.core.types import Row
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
-from groupax.models.kernels.grouped_matmul import grouped_matmul
+from groupax.models.kernels.triton_matmul import grouped_matmul
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import model_specs
 from groupax.models.weights.nf4 import quantization_config
