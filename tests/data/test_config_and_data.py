@@ -17,7 +17,7 @@ from groupax.core.config import NAMES_ELSEWHERE
 from groupax.core.settings.fields import Range
 from groupax.data.examples import load_examples, visit_order
 from groupax.data.prompts import encode_examples
-from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer
+from groupax.data.tokenizer import encode_prompts, encode_within, eos_token_ids, load_tokenizer, prepare_tokenizer
 from groupax.rollouts.state import UpdateSchedule, update_schedule
 from tests.conftest import TINY
 
@@ -240,6 +240,12 @@ def test_prompts_that_are_too_long():
     truncated = encode_examples(rows, tokenizer, 4, "truncate_left")
     assert tokenizer.decode(truncated.token_ids[1]).replace(" ", "") == "efgh"
     assert truncated.num_truncated == 1
+    whole, [end] = (
+        tokenizer("abcdefghij" * 500)["input_ids"],
+        encode_within(tokenizer, ["abcdefghij" * 500], [False], 4),
+    )
+    assert 4 < len(end) < 1000, "no more of a long text is encoded than may be needed"
+    assert end.tolist() == whole[-len(end) :]
     with pytest.raises(ValueError, match="all 3 prompts are longer"):
         encode_examples(rows, tokenizer, 1, "drop")
     with pytest.raises(ValueError, match="prompt 0 is empty"):
@@ -255,7 +261,7 @@ def test_a_tokenizer_of_ones_own_splits_as_its_files_say(tmp_path, model_type):
     assert loaded.eos_token == "<eos>"
 
 
-def test_conversational_prompts_need_a_template(tmp_path):
+def test_conversational_prompts_need_a_template(tmp_path, caplog):
     messages = [{"role": "user", "content": "abc"}]
     with pytest.raises(ValueError, match=r"no chat template .*chatml, plain or to a file"):
         encode_prompts(a_tokenizer(), [messages])
@@ -265,6 +271,8 @@ def test_conversational_prompts_need_a_template(tmp_path):
     strings, chat = encode_prompts(tokenizer, ["abc", messages])
     assert strings.tolist() == [3, 4, 5]
     assert chat.tolist() == [3, 4, 5, 12]
+    encode_examples([{"prompt": [*messages, {"role": "assistant", "content": "d"}]}] * 2, tokenizer, 9, "error")
+    assert "prompt 0 and 1 others end with a message of the assistant. It is not continued" in caplog.text
     with pytest.raises(ValueError, match="neither a file nor one of chatml, plain"):
         prepare_tokenizer(a_tokenizer(), "chatlm")
     with pytest.raises(ValueError, match="must be a string or a list of messages"):

@@ -25,6 +25,7 @@ from groupax.episodes.program import Listening
 from groupax.episodes.program_server import give_back_server, take_server
 from groupax.episodes.record import Record
 from groupax.episodes.rules import make_rules
+from groupax.runs.build import UNCORRECTED_CONSTRAINT
 from groupax.tools.tool import Tool
 
 from .test_episodes import END, PROMPT, TOKENIZER, Script, call
@@ -354,6 +355,21 @@ def test_limits_refuse_requests_and_end_the_episode():
 
     [row], _ = played(careful, n=1, max_tokens=150)
     assert (row.finish_reason, row.environment_reward, codes) == ("length", 0.5, ["context_length_exceeded"])
+
+
+def test_constrained_turns_are_refused_where_nothing_corrects_for_them():
+    told = []
+
+    def agent(base_url):
+        try:
+            said(base_url, [user("?")], response_format={"type": "json_object"})
+        except urllib.error.HTTPError as error:
+            with error:
+                told.append((error.code, json.loads(error.read())["error"]["message"]))
+        return float(said(base_url, [user("?")])["content"] == "yes")
+
+    [row], _ = played(agent, n=1, fault=UNCORRECTED_CONSTRAINT)
+    assert (row.environment_reward, told) == (1.0, [(400, UNCORRECTED_CONSTRAINT)])
 
 
 def test_a_resumed_run_does_not_run_a_program_again_that_had_ended(tmp_path):

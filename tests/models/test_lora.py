@@ -57,6 +57,7 @@ def leaves(tree):
         ({"peft_type": "LORA", "use_dora": True}, "use_dora=True"),
         ({"rank_pattern": {"q_proj": 3}}, "rank_pattern="),
         ({"layers_to_transform": [0]}, r"layers_to_transform=\[0\]"),
+        ({"layers_to_transform": 0}, "layers_to_transform=0"),
         ({"megatron_config": 0.0}, r"megatron_config=0\.0"),
         ({"inference_mode": True}, "freezes a new adapter"),
         ({"layers_to_transform": [], "alpha_pattern": {}, "use_dora": False, "r": 0}, "r must be"),
@@ -171,9 +172,9 @@ def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
 @pytest.mark.heavy
 def test_everything_that_an_adapter_can_train_is_trained(tmp_path):
     model = init_model({**MODEL, "model_type": "qwen2", "tie_word_embeddings": False})
-    lora = LoRAConfig(r=2, target_modules=("q_proj",), bias="all", modules_to_save=("lm_head", "model.norm"))
-    args = {"learning_rate": 1e-2, "max_steps": 2, "weight_decay": 0.1}
-    trainer = a_trainer(tmp_path, model=model, peft_config=lora, **args)
+    args = {"lora_r": 2, "lora_target_modules": ("q_proj",), "lora_bias": "all", "learning_rate": 1e-2}
+    args |= {"lora_modules_to_save": ("lm_head", "model.norm"), "max_steps": 2, "weight_decay": 0.1}
+    trainer = a_trainer(tmp_path, model=model, **args)
     start = jax.device_get(trainer.learner.state.params)
     trainer.train()
     moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), start, jax.device_get(trainer.learner.state.params))

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -314,6 +315,13 @@ def test_a_missing_package_is_told_in_one_line_before_the_model_is_looked_for(
 def test_the_extras_are_those_of_the_package():
     names = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert names.keys() - {"cuda", "tpu", "test", "docs", "lint", "parity"} == EXTRAS.keys()
+    assert {name: len(names[name]) for name in EXTRAS} == {name: len(modules) for name, modules in EXTRAS.items()}
+
+
+def test_a_reader_that_ends_early_leaves_no_traceback():
+    command = f"{sys.executable} -m groupax train --help all | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 @pytest.mark.parametrize(

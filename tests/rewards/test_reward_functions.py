@@ -79,7 +79,7 @@ def test_formats_of_long_completions_take_no_time(text):
 
 def test_xml_count_gives_credit_for_each_tag():
     texts = ["<think>a</think><answer>b</answer>", "<think>a<answer>b</answer>", "<think><think>", "x", ""]
-    assert rewards.xml_count(texts) == [1.0, 0.75, 0.0, 0.0, 0.0]
+    assert rewards.xml_count([*texts, "a</think><answer>b</answer>"]) == [1.0, 0.75, 0.0, 0.0, 0.0, 1.0]
     assert rewards.xml_count(["<think>a</think><answer>b</answer>" + "x" * 100]) == [pytest.approx(0.9)]
     assert rewards.xml_count(["<think>a</think><answer>b</answer>" + "x" * 5000]) == [0.0]
     assert rewards.xml_count(["<a></a>"], tags=("a",)) == [1.0]
@@ -292,7 +292,11 @@ def test_a_comparing_process_that_does_not_start_is_no_wrong_answer(monkeypatch)
 
 
 def test_rows_without_a_gold_answer_have_no_reward():
-    right = ["<think>x</think><answer>None</answer>", "<think>x</think><answer>4</answer>"]
-    assert rewards.think_answer_correct(right, [None, "4"]) == [None, 1.0]
+    right = [
+        "<think>x</think><answer>None</answer>",
+        "<think>x</think><answer>4</answer>",
+        "x</think><answer>4</answer>",
+    ]
+    assert rewards.think_answer_correct(right, [None, "4", "4"]) == [None, 1.0, 1.0]
     assert rewards.math_accuracy(["None", "\\boxed{4}"], [None, "4"]) == [None, 1.0]
     assert rewards.cosine_length(["a"], [[1] * 5], [None], max_length=9) == [None]

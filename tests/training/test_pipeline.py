@@ -9,6 +9,7 @@ import time
 import pytest
 
 from groupax.core.errors import PreemptedError, RewardError
+from groupax.parallel.preemption import FairLock, RolloutCancelled
 from groupax.runs.checkpoints.arrays import read_on_host
 from tests.conftest import rest_heavy
 from tests.runs.stopped_run import final_state, letters
@@ -131,6 +132,22 @@ def test_killed_at_random_moments_it_goes_on_exactly(tmp_path):
 
 
 # -- what goes wrong in a thread
+
+
+def test_a_closed_lock_refuses_those_that_wait_and_those_that_come():
+    lock, refused = FairLock(), []
+
+    def enter():
+        with pytest.raises(RolloutCancelled), lock:
+            pass
+        refused.append(1)
+
+    with lock:
+        (waiting := threading.Thread(target=enter)).start()
+        lock.close()
+        waiting.join(10)
+    enter()
+    assert len(refused) == 2
 
 
 @pytest.mark.heavy

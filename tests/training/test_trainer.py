@@ -1,6 +1,7 @@
 """The loop: it learns, it repeats itself, it writes what it did, it refuses what cannot work."""
 
 import json
+import os
 from dataclasses import replace
 
 import jax
@@ -150,10 +151,25 @@ def test_columns_reach_the_reward_once_per_completion(tmp_path):
     np.testing.assert_allclose(line["reward"], 0.5 + 0.5 * line["rewards/count_a/mean"])
 
 
+@pytest.mark.parametrize("place", ["run", "~/run"])
+def test_a_reward_that_changes_the_working_directory_does_not_move_the_run(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def wanders(completions):
+        os.chdir("/")
+        return [1.0] * len(completions)
+
+    a_trainer(tmp_path, wanders, output_dir=place, max_steps=1).train()
+    assert {"metrics.jsonl", "rollouts", "model"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    assert len(lines_of(tmp_path)) == 1
+
+
 def test_the_run_folder(tmp_path):
     import pyarrow.parquet
 
-    trainer = trained(tmp_path, max_steps=4, logging_steps=2, eval_steps=2, eval_dataset=PROMPTS)
+    options = {"logging_steps": 2, "eval_steps": 2, "eval_dataset": PROMPTS, "rollout_log_gb": 1e-9, "replay_steps": 0}
+    trainer = trained(tmp_path, max_steps=4, **options)
     run = tmp_path / "run"
     assert GRPOConfig.from_mapping(json.loads((run / "config.json").read_text())) == trainer.args
     lines = lines_of(tmp_path, timings=True)
@@ -161,6 +177,7 @@ def test_the_run_folder(tmp_path):
     assert [line["step"] for line in lines if "eval_reward" in line] == [2, 4]
     for name in ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time", "entropy", "padding_frac"):
         assert name in lines[-2] or name in lines[-1], name
+    assert len([*(run / "rollouts").iterdir()]) <= 3, "of the first, the best and the newest step"
     table = pyarrow.parquet.read_table(run / "rollouts" / "step_000004.parquet").to_pylist()
     assert len(table) == 16
     assert table[0]["rewards/count_a"] == table[0]["completion_ids"].count(3) / len(table[0]["completion_ids"])
