@@ -10,7 +10,6 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import closing
-from dataclasses import replace
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -25,7 +24,6 @@ from groupax.episodes.program import Listening
 from groupax.episodes.program_server import give_back_server, take_server
 from groupax.episodes.record import Record
 from groupax.episodes.rules import make_rules
-from groupax.runs.build import UNCORRECTED_CONSTRAINT
 from groupax.tools.tool import Tool
 
 from .test_episodes import END, PROMPT, TOKENIZER, Script, call
@@ -67,13 +65,10 @@ def written(text):
     return [*TOKENIZER.encode(text), END]
 
 
-def played(
-    run, answer=lambda *_: "yes", n=2, max_tokens=2000, example=None, record=None, script=None, fault=None, **settings
-):
+def played(run, answer=lambda *_: "yes", n=2, max_tokens=2000, example=None, record=None, script=None, **settings):
     """The episodes of a group, and the script that the model follows."""
     of_program = {name: settings.pop(name) for name in [*settings] if name not in EpisodeSettings.__dataclass_fields__}
     rules = make_rules(TOKENIZER, EpisodeSettings(**settings), environments=program(run, **of_program))
-    rules = replace(rules, constraint_fault=fault)
     script, params = script or Script(answer), SamplingParams(n=n, max_tokens=max_tokens)
     examples = [{"prompt": PROMPT, **(example or {})}]
     ids = [np.asarray(rendered(PROMPT), np.int32)]
@@ -355,21 +350,6 @@ def test_limits_refuse_requests_and_end_the_episode():
 
     [row], _ = played(careful, n=1, max_tokens=150)
     assert (row.finish_reason, row.environment_reward, codes) == ("length", 0.5, ["context_length_exceeded"])
-
-
-def test_constrained_turns_are_refused_where_nothing_corrects_for_them():
-    told = []
-
-    def agent(base_url):
-        try:
-            said(base_url, [user("?")], response_format={"type": "json_object"})
-        except urllib.error.HTTPError as error:
-            with error:
-                told.append((error.code, json.loads(error.read())["error"]["message"]))
-        return float(said(base_url, [user("?")])["content"] == "yes")
-
-    [row], _ = played(agent, n=1, fault=UNCORRECTED_CONSTRAINT)
-    assert (row.environment_reward, told) == (1.0, [(400, UNCORRECTED_CONSTRAINT)])
 
 
 def test_a_resumed_run_does_not_run_a_program_again_that_had_ended(tmp_path):
