@@ -174,7 +174,7 @@ MESHES = ["8,1,1,1,1", "1,8,1,1,1", "2,2,1,2,1", "1,2,1,2,2", "1,1,1,4,2"]
 )
 def test_runs_on_eight_devices_end_as_on_one(kind, meshes, stories):
     assert stories.is_dir()
-    command = [sys.executable, "-W", "ignore", "-m", "tests.parallel.mesh_run", kind, "sgd", *meshes]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.parallel.mesh_run", kind, *meshes]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[2])
     told = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [line["mesh"] for line in told] == meshes

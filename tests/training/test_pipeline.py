@@ -15,7 +15,7 @@ from tests.conftest import rest_heavy
 from tests.runs.stopped_run import final_state, letters
 from tests.runs.test_resume import assert_same, check_killed, needing_signals, rollouts_of
 
-from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
+from .test_trainer import PROMPTS, a_trainer, before_updates, count_a, lines_of
 
 AHEAD = {"max_staleness": 1, "rollout_correction": "token_truncate", "max_steps": 5, "max_completion_length": 8}
 # Several updates on each rollout, dynamic sampling, several rollouts ahead.
@@ -105,14 +105,8 @@ def test_a_run_that_was_stopped_goes_on_exactly(tmp_path, whole, phase):
 
     stops.__name__ = "count_a"
     trainer = ahead(tmp_path, stops)
-    update = trainer.learner.update
-
-    def update_and_stop(rows):
-        if phase == "update" and trainer.cursor.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return update(rows)
-
-    trainer.learner.update = update_and_stop
+    stops_at = 2 if phase == "update" else None
+    before_updates(trainer, lambda _: os.kill(os.getpid(), signal.SIGTERM) if trainer.cursor.step == stops_at else None)
     begun_s = time.monotonic()
     with pytest.raises(PreemptedError, match=r"after step [23]; its state is in"):
         trainer.train()

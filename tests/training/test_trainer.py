@@ -68,10 +68,16 @@ def trained(tmp_path, rewards=count_a, **settings):
     return trainer
 
 
+def before_updates(trainer, do):
+    """Has `do(rows)` called before each update, which may return other rows."""
+    update = trainer.learner.update
+    trainer.learner.update = lambda rows: update(do(rows) or rows)
+
+
 def updates_of(trainer):
     """A list that will have the rows of each update."""
-    updates, update = [], trainer.learner.update
-    trainer.learner.update = lambda rows: updates.append(rows) or update(rows)
+    updates = []
+    before_updates(trainer, updates.append)
     return updates
 
 

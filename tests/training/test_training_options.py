@@ -31,7 +31,7 @@ from groupax.models.specs import num_params
 from groupax.rollouts.completions import solved_metrics
 from tests.conftest import TINY, assert_trees_match, rest_heavy, steps_started
 
-from .test_trainer import PROMPTS, a_trainer, count_a, lines_of, trained, updates_of
+from .test_trainer import PROMPTS, a_trainer, before_updates, count_a, lines_of, trained, updates_of
 
 
 def leaves(trainer):
@@ -254,15 +254,12 @@ def test_bad_updates_are_skipped_kept_and_end_the_run(tmp_path, caplog):
 
     trainer = a_trainer(tmp_path, max_steps=10, max_bad_steps=2)
     start = leaves(trainer)
-    update = trainer.learner.update
-    poisoned = {3, 5, 6}
 
     def sometimes_bad(rows):
-        if trainer.cursor.step + 1 in poisoned:
-            rows = [replace(row, advantages=row.advantages + np.inf) for row in rows]
-        return update(rows)
+        bad = [replace(row, advantages=row.advantages + np.inf) for row in rows]
+        return bad if trainer.cursor.step + 1 in (3, 5, 6) else rows
 
-    trainer.learner.update = sometimes_bad
+    before_updates(trainer, sometimes_bad)
     with pytest.raises(DivergedError, match=r"2 updates in a row were not finite \(max_bad_steps\), .* in step 6"):
         trainer.train()
     lines = lines_of(tmp_path)
@@ -501,15 +498,14 @@ def test_a_run_whose_steps_cross_rollouts_is_resumed_exactly(tmp_path, step):
     whole = trained(tmp_path / "whole", max_steps=6, **ACROSS)
     assert whole.last_metrics["update_skipped"] == 0
     stopped = a_trainer(tmp_path / "parts", max_steps=6, save_steps=step, **ACROSS)
-    update, calls = stopped.learner.update, []
+    calls = []
 
     def failing(rows):
         calls.append(len(rows))
         if len(calls) == step + 1:
             raise RuntimeError("the power is gone")
-        return update(rows)
 
-    stopped.learner.update = failing
+    before_updates(stopped, failing)
     with pytest.raises(RuntimeError, match="power is gone"):
         stopped.train()
     resumed = trained(tmp_path / "parts", max_steps=6, **ACROSS)
@@ -606,12 +602,9 @@ def test_old_log_probs_have_no_dropout(tmp_path):
     adapter = LoRAConfig(r=4, lora_dropout=0.5)
     settings = {"num_iterations": 2, "updates_per_rollout": 2, "prompts_per_step": 2, "max_steps": 8}
     trainer = a_trainer(tmp_path, peft_config=adapter, learning_rate=3e-2, **settings)
-    update, gaps = trainer.learner.update, []
-
-    def watched(rows):
-        gaps.append(max(float(np.abs(row.old_logp - row.rollout_logp).max()) for row in rows))
-        return update(rows)
-
-    trainer.learner.update = watched
+    gaps = []
+    before_updates(
+        trainer, lambda rows: gaps.append(max(float(np.abs(row.old_logp - row.rollout_logp).max()) for row in rows))
+    )
     trainer.train()
     assert max(gaps) < 1e-4
