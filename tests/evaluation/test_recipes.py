@@ -315,7 +315,6 @@ DOCUMENTED = (
 
 @pytest.mark.drawn(3, "recipes")
 @pytest.mark.heavy
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "rows", "more", "weights", "named"),
     [

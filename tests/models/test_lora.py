@@ -244,23 +244,3 @@ def test_the_inputs_that_are_left_out():
     np.testing.assert_array_equal(masks[0][0], masks[0][2])
     assert (masks[0][0] != masks[0][1]).any()
     assert (masks[0] != masks[1]).any()
-
-
-# -- refusals
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lora_alpha": 3.0}, "lora_alpha without an adapter: set lora_r"),
-        ({"lora_r": 4, "peft_config": LoRAConfig()}, r"peft_config and lora_r \(4\) both ask"),
-        ({"lora_r": 4, "sync_ref_model": True, "beta": 0.1}, "sync_ref_model moves the reference"),
-        ({"lora_r": 4, "base_weights": "nf4"}, "give the model as a folder or hub id"),
-        ({"base_weights": "nf4"}, "give the model as a folder or hub id, and set lora_r"),
-        ({"lora_r": -1}, "lora_r must be between 0 and"),
-    ],
-    ids=str,
-)
-def test_settings_that_cannot_be(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        a_trainer(tmp_path, **settings)

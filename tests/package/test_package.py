@@ -452,7 +452,6 @@ def test_unknown_keys_of_a_file_name_the_nearest(tmp_path, capsys):
 
 
 @pytest.mark.optimized
-@pytest.mark.slow
 @pytest.mark.heavy
 def test_the_arithmetic_recipe_runs_and_reports(tmp_path, capsys):
     argv = ["train", "--recipe", "arithmetic", "--output_dir", str(tmp_path / "run"), "--max_steps", "2"]

@@ -123,9 +123,6 @@ def test_an_openai_client_asks_for_responses(client):
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     with pytest.raises(openai.BadRequestError, match=r"previous_response_id.*send the whole conversation as input"):
         client.responses.create(input="Hi", model="tiny", previous_response_id="resp_1")
-
-
-def test_log_probs_of_responses_are_refused_with_a_pointer(client):
     with pytest.raises(openai.BadRequestError, match="chat completions have log-probs, and return_token_ids"):
         client.responses.create(input=USER, model="tiny", include=["message.output_text.logprobs"])
 

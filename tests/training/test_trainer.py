@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model, load_model
+from groupax import GRPOConfig, GRPOTrainer, LoRAConfig, SamplingParams, init_model, load_model
 from groupax.core.errors import RewardError
 from groupax.core.types import Row
 from groupax.engine.core import EngineCore
@@ -237,6 +237,10 @@ def test_an_update_that_is_not_finite_is_skipped(tmp_path):
 # -- refusals
 
 
+def named(completions, gold):
+    return [0.0] * len(completions)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -248,6 +252,23 @@ def test_an_update_that_is_not_finite_is_skipped(tmp_path):
         ({"reward_weights": (1.0, 2.0)}, "reward_weights has 2 entries for 1 reward functions"),
         ({"eval_steps": 2}, "there is no eval_dataset"),
         ({"rewards": []}, "reward_funcs is empty"),
+        ({"output_dir": "gopher://x/y"}, "use a folder, s3:// or gs://"),
+        ({"output_dir": "gs://bucket/run"}, r"pip install 'groupax\[gcs\]'"),
+        ({"output_dir": "/dev/null/run"}, "output_dir .* cannot be written to"),
+        ({"lora_alpha": 3.0}, "lora_alpha without an adapter: set lora_r"),
+        ({"lora_r": 4, "peft_config": LoRAConfig()}, r"peft_config and lora_r \(4\) both ask"),
+        ({"lora_r": 4, "sync_ref_model": True, "beta": 0.1}, "sync_ref_model moves the reference"),
+        ({"lora_r": 4, "beta": 0.1, "offload_reference": True}, "its base, which is always needed; set it to False"),
+        ({"lora_r": 4, "base_weights": "nf4"}, "give the model as a folder or hub id"),
+        ({"base_weights": "nf4"}, "give the model as a folder or hub id, and set lora_r"),
+        ({"lora_r": -1}, "lora_r must be between 0 and"),
+        ({"eval_num_generations": 2}, "at eval_temperature 0 all completions of a prompt are the same"),
+        ({"eval_top_p": 0.0}, "eval_top_p must be between 1e-06 and 1, got 0.0"),
+        ({"eval_dataset": PROMPTS, "eval_max_completion_length": 256}, "length 256 leaves no room for a prompt"),
+        ({"eval_max_completion_length": 0}, "eval_max_completion_length must be between 1 and"),
+        ({"eval_dataset": {"x": []}}, "eval_dataset 'x' is empty"),
+        ({"rewards": named, "eval_dataset": [{"prompt": "a"}]}, "no column 'gold', which the reward function"),
+        ({"rewards": named, "correctness_reward": "name"}, "did you mean named"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -299,12 +320,6 @@ def bad(returned):
         return returned
 
     return bad
-
-
-def test_an_unwritable_output_folder(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"output_dir .* cannot be written to"):
-        a_trainer(tmp_path, output_dir=str(tmp_path / "file" / "run"))
 
 
 # -- parts
