@@ -279,6 +279,12 @@ def test_flags_come_after_the_file_and_the_file_after_the_recipe(tmp_path):
         (["train", "--recipe", "arithmetik"], "did you mean arithmetic"),
         (["train", "--recipe", "arithmetic", "--num_generations", "1"], "at least 2 completions"),
         (["train", "--model", "nowhere", "--dataset", "x.jsonl", "--reward_funcs", "f"], "no file x.jsonl"),
+        (["eval", "--recipe", "gsm8k", "--n", "2"], "at --temperature 0 all completions of a prompt are the same"),
+        (["eval", "--dataset", "x.jsonl"], "--model is missing"),
+        (["eval", "--model", "m", "--reward_funcs", "xml_count"], "--dataset is missing"),
+        (["eval", "--recipe", "gsm8k", "--dataset", "a=x.jsonl", "a=y.jsonl"], "two evaluation sets have the name 'a'"),
+        (["eval", "--config", "x.yaml"], "there is no --config here: give what it has of --model, --dataset"),
+        (["compare", "nowhere", "nothing"], "nowhere is missing"),
     ],
 )
 def test_mistakes_are_told_in_one_line(argv, message, capsys):
