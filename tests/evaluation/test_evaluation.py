@@ -347,21 +347,3 @@ def test_evaluation_of_several_sets_with_settings_of_its_own(tmp_path):
     assert [item.prompt for item in written] == [row["prompt"] for row in PROMPTS]
     assert written[0].columns == {"gold": "a"}
     assert item_values(written[0])["pass@1"] == np.mean([each.text[:1] == "a" for each in written[0].completions])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"eval_num_generations": 2}, "at eval_temperature 0 all completions of a prompt are the same"),
-        ({"eval_top_p": 0.0}, "eval_top_p must be between 1e-06 and 1, got 0.0"),
-        ({"eval_max_completion_length": 256}, "eval_max_completion_length 256 leaves no room for a prompt"),
-        ({"eval_max_completion_length": 0}, "eval_max_completion_length must be between 1 and"),
-        ({"eval_dataset": {"x": []}}, "eval_dataset 'x' is empty"),
-        ({"rewards": starts_right, "eval_dataset": [{"prompt": "a"}]}, "no column 'gold', which the reward function"),
-        ({"rewards": starts_right, "correctness_reward": "starts"}, "did you mean starts_right"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_evaluations_that_cannot_work_are_refused(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        a_trainer(tmp_path, **{"eval_dataset": PROMPTS, **settings})

@@ -272,24 +272,6 @@ def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
     assert json.loads((tmp_path / "b" / "result.json").read_text())["correctness_reward"] == "gsm8k_accuracy"
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["eval", "--recipe", "gsm8k", "--n", "2"], "at --temperature 0 all completions of a prompt are the same"),
-        (["eval", "--dataset", "x.jsonl"], "--model is missing"),
-        (["eval", "--model", "m", "--reward_funcs", "xml_count"], "--dataset is missing"),
-        (["eval", "--recipe", "gsm8k", "--dataset", "a=x.jsonl", "a=y.jsonl"], "two evaluation sets have the name 'a'"),
-        (["eval", "--config", "x.yaml"], "there is no --config here: give what it has of --model, --dataset"),
-        (["compare", "nowhere", "nothing"], "nowhere is missing"),
-    ],
-)
-def test_mistakes_are_reported_in_one_line(argv, message, capsys):
-    assert main(argv) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert "Traceback" not in err
-
-
 def test_evaluation_sets_and_odd_values_in_a_file(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text("recipe: gsm8k\neval_dataset: {a: x.jsonl, b: y.jsonl}\nreward_funcs:\n")
@@ -315,7 +297,6 @@ DOCUMENTED = (
 
 @pytest.mark.drawn(3, "recipes")
 @pytest.mark.heavy
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "rows", "more", "weights", "named"),
     [

@@ -548,7 +548,7 @@ LENGTHS = ["--max_completion_length", "16", "--prompts_per_step", "2", "--num_ge
 def test_a_plan_is_told_as_tables_and_as_numbers(config_file, tmp_path):
     out = tmp_path / "plan.json"
     command = [sys.executable, "-m", "groupax", "plan", "--model", str(config_file), "--devices", "cpu:2", *LENGTHS]
-    done = subprocess.run([*command, "--json", str(out)], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "--all_layers", "--json", str(out)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "cpu:2: 2 devices, dp 2\n4 completions of 16 tokens in each rollout, 1 update on them" in done.stdout
     [record] = json.loads(out.read_text())

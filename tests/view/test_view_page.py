@@ -28,7 +28,7 @@ webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium")
 Keys = webdriver.Keys
 WebDriverException = pytest.importorskip("selenium.common.exceptions").WebDriverException
 # One worker for all of them: the run that goes on, its server and the browser are shared.
-pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.xdist_group("page")]
+pytestmark = [pytest.mark.heavy, pytest.mark.xdist_group("page")]
 
 REWARDS = """
 import time
