@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax.core.storage.buckets import RemoteFolder, is_remote
-from groupax.core.storage.folders import MAX_LOG_BYTES, read_file
+from groupax.core.storage.folders import MAX_LOG_BYTES, read_file, sync_to_disk
 from groupax.core.types import Metrics, Rollout
 from groupax.episodes.record import FOLDER as RECORDS
 from groupax.evaluation.items import Item, write_items
@@ -31,7 +31,6 @@ from groupax.runs.files import (
     refusing_unwritable,
     replace_text,
     stopping_unwritable,
-    sync_to_disk,
     upload_changes,
 )
 from groupax.runs.rollout_log import RolloutLog, write_records
