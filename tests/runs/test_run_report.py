@@ -210,3 +210,4 @@ def test_held_out_prompts_are_counted_by_how_their_answers_changed(run, tmp_path
     assert "<td>more</td><td>0</td><td>1</td><td>1</td>" in page
     (copy / "evaluations" / "after.eval.jsonl").write_text("damaged")
     assert read_run(copy).changes == {"more": (0, 1, 1)}
+    assert [pair.prompt for pair in read_run(copy).samples] == ["prompt g", "prompt f"], "the one that lost comes once"
