@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -335,19 +336,55 @@ def read_items(path: Path) -> list[Item]:
         lines = read_file(path, MAX_LOG_BYTES).decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    known = {each.name for each in fields(Item)}
     items = []
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:
-            record = json.loads(line)
-            if not isinstance(record, dict) or set(record) != known:
-                raise ValueError(f"an item has {', '.join(sorted(known))}")
-            items.append(Item(**{**record, "completions": [Completion(**each) for each in record["completions"]]}))
-        except (ValueError, TypeError) as error:
+            items.append(_item(json.loads(line)))
+        except (OverflowError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {number} is not an item of an evaluation: {error}") from error
     return items
+
+
+# JSON types of the fields of items and completions; a prompt may be anything.
+KINDS: Mapping[str, Any] = {
+    name: kind
+    for kind, names in (
+        (str, ("key", "text", "finish_reason")),
+        (int, ("index", "num_tokens")),
+        (bool, ("counts_votes",)),
+        (list, ("completions",)),
+        (dict, ("columns", "rewards")),
+        ((int, float, type(None)), ("reward",)),
+        ((bool, type(None)), ("solved",)),
+        ((str, type(None)), ("answer",)),
+        ((list, type(None)), ("turns", "messages")),
+    )
+    for name in names
+}
+
+
+def _item(record: Any) -> Item:
+    """Returns the item of a record in JSON types.
+
+    Raises:
+        OverflowError, TypeError, ValueError: It is none.
+    """
+    known = {each.name for each in fields(Item)}
+    if not isinstance(record, dict) or set(record) != known:
+        raise ValueError(f"an item has {', '.join(sorted(known))}")
+    completions = [Completion(**each) for each in record["completions"]]
+    item = Item(**{**record, "completions": completions})
+    for each in (item, *completions):
+        if wrong := [name for name, value in vars(each).items() if not isinstance(value, KINDS.get(name, object))]:
+            raise ValueError(f"its {wrong[0]} is of the type {type(vars(each)[wrong[0]]).__name__}")
+    if not completions or any(each.rewards.keys() != completions[0].rewards.keys() for each in completions):
+        raise ValueError("it has no completions with the same rewards")
+    for value in (value for each in completions for value in (*each.rewards.values(), each.reward)):
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"its reward {value} is not finite")
+    return item
 
 
 def _by_name(values: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 
-from groupax.satellites.view.rollouts import REWARD, completion_lengths, floats, list_lengths, weighted_total
+from groupax.satellites.view.rollouts import REWARD, completion_lengths, floats, list_lengths, opened, weighted_total
 from groupax.satellites.view.runs import Run
 
 BUDGET_S = 0.25  # time limit of a call for distributions; the page asks again
 MAX_MAPS = 120  # steps with distributions
 MAX_VALUES = 2000  # of a step that are kept, evenly spaced
+MAX_SIZE = 1e38  # of a value
 NUM_BINS = 32
 OUTERMOST = (0.005, 0.995)  # quantiles at which the bins end
 SHOWN_QUANTILES = (0.1, 0.5, 0.9)
@@ -255,23 +254,20 @@ def step_values(path: Path, weights: Sequence[float] | None) -> dict[str, np.nda
     Raises:
         ValueError: The file is damaged.
     """
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            rewards = [name for name in schema.names if name.startswith(REWARD)]
-            plain = [*rewards, *(["advantage"] if "advantage" in schema.names else [])]
-            table = file.read(columns=plain, use_threads=False)
-            columns = {name: floats(table.column(name)) for name in plain}
-            found = {"reward": weighted_total([columns[name] for name in rewards], weights, file.metadata.num_rows)}
-            found["length"] = completion_lengths(file, schema, file.metadata.num_rows).astype(np.float64)
-            if "advantage" in columns:
-                found["advantage"] = columns["advantage"]
-            if "entropies" in schema.names:
-                batches = file.iter_batches(batch_size=1024, columns=["entropies"], use_threads=False)
-                found["entropy"] = np.concatenate([row_means(batch.column(0)) for batch in batches] or [np.zeros(0)])
-            found |= {f"reward {name.removeprefix(REWARD)}": columns[name] for name in rewards if len(rewards) > 1}
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path.name} cannot be read: {error}") from error
+    with opened(path) as file:
+        schema = file.schema_arrow
+        rewards = [name for name in schema.names if name.startswith(REWARD)]
+        plain = [*rewards, *(["advantage"] if "advantage" in schema.names else [])]
+        table = file.read(columns=plain, use_threads=False)
+        columns = {name: floats(table.column(name)) for name in plain}
+        found = {"reward": weighted_total([columns[name] for name in rewards], weights, file.metadata.num_rows)}
+        found["length"] = completion_lengths(file, schema, file.metadata.num_rows).astype(np.float64)
+        if "advantage" in columns:
+            found["advantage"] = columns["advantage"]
+        if "entropies" in schema.names:
+            batches = file.iter_batches(batch_size=1024, columns=["entropies"], use_threads=False)
+            found["entropy"] = np.concatenate([row_means(batch.column(0)) for batch in batches] or [np.zeros(0)])
+        found |= {f"reward {name.removeprefix(REWARD)}": columns[name] for name in rewards if len(rewards) > 1}
     return {name: _sampled(values) for name, values in found.items()}
 
 
@@ -307,7 +303,7 @@ def heat_map(steps: Sequence[np.ndarray]) -> Mapping[str, Any] | None:
 
 
 def _sampled(values: np.ndarray) -> np.ndarray:
-    known = values[np.isfinite(values)]
+    known = values[np.abs(values) < MAX_SIZE]
     if len(known) > MAX_VALUES:
         known = known[np.linspace(0, len(known) - 1, MAX_VALUES).astype(int)]
     return known.astype(np.float32).astype(np.float64)

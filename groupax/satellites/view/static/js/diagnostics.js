@@ -51,10 +51,6 @@ export class Diagnostics {
     return this.start();
   }
 
-  key() {
-    return false;
-  }
-
   close() {}
 }
 

@@ -79,10 +79,6 @@ export class Distributions {
     if (changed.includes(this.run)) await this.read();
   }
 
-  key() {
-    return false;
-  }
-
   close() {
     this.closed = true;
     clearTimeout(this.timer);

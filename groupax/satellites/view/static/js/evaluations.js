@@ -190,12 +190,6 @@ export class Evaluations {
     return root;
   }
 
-  key(event) {
-    if (event.key !== "/") return false;
-    this.search.focus();
-    return true;
-  }
-
   /** Offers new evaluations; the open one stays open. */
   async update(changed) {
     const { parameters, run } = this;

@@ -99,9 +99,9 @@ async function poll() {
       const runs = await ask("runs");
       const all = Object.keys({ ...app.runs, ...runs }); // including added and removed runs
       const changed = all.filter((name) => String(runs[name]?.version) !== String(app.runs[name]?.version));
-      const isTold = JSON.stringify(Object.values(runs).map((run) => run.status)) !== JSON.stringify(Object.values(app.runs).map((run) => run.status));
+      const isTold = JSON.stringify(Object.values(runs).map((run) => run.ending + run.status)) !== JSON.stringify(Object.values(app.runs).map((run) => run.ending + run.status));
       takeRuns(runs);
-      if (Object.values(runs).some((run) => run.status !== "done")) wait = QUICK_MS;
+      if (Object.values(runs).some((run) => ["waiting", "live", "quiet"].includes(run.status))) wait = QUICK_MS;
       if (changed.length || isTold) {
         sidebar.draw();
         drawTabs(known(place().view));
@@ -149,8 +149,10 @@ addEventListener("keydown", (event) => {
     if (event.key === "Escape") target.blur();
     return;
   }
-  if (view?.page.key(event)) {
+  const { page } = view ?? {};
+  if (event.key === "/" ? page?.search : page?.key?.(event)) {
     event.preventDefault();
+    if (event.key === "/") page.search.focus();
     return;
   }
   const number = (Number(event.key || NaN) + 9) % 10; // 1 to 9, then 0

@@ -121,12 +121,6 @@ export class Prompts {
     if (changed.includes(this.run)) await this.read();
   }
 
-  key(event) {
-    if (event.key !== "/") return false;
-    this.search.focus();
-    return true;
-  }
-
   close() {
     this.closed = true;
     clearTimeout(this.timer);

@@ -330,7 +330,7 @@ export class Rollouts {
   key(event) {
     const actions = {
       ArrowLeft: () => this.move(-1), ArrowRight: () => this.move(1), Home: () => this.move(-Infinity), End: () => this.move(Infinity),
-      ArrowUp: () => this.movePrompt(-1), ArrowDown: () => this.movePrompt(1), "/": () => this.search.focus(), Escape: () => this.clear(),
+      ArrowUp: () => this.movePrompt(-1), ArrowDown: () => this.movePrompt(1), Escape: () => this.clear(),
     };
     if (!(event.key in actions)) return this.group.key(event);
     actions[event.key]();

@@ -71,12 +71,6 @@ export class Settings {
     return [el("b", { title: other }, value), this.show === "changed" && el("small", {}, ` ${other}`)];
   }
 
-  key(event) {
-    if (event.key !== "/") return false;
-    this.search.focus();
-    return true;
-  }
-
   update() {
     return this.start();
   }
