@@ -31,7 +31,7 @@ from groupax.runs.files import check_unlocked
 from groupax.runs.folder import RunFolder
 from groupax.runs.report.record import read_run
 from groupax.runs.rollout_log import rollout_table, write_table
-from groupax.satellites.view.curves import mean_and_spread, row_means, smoothed, spread_out, thinned
+from groupax.satellites.view.curves import mean_and_spread, smoothed, thinned
 from groupax.satellites.view.evaluations import item_page
 from groupax.satellites.view.groups import group_summaries
 from groupax.satellites.view.rollouts import Step, cached_step, read_step
@@ -219,22 +219,6 @@ def test_the_phases_of_steps_lie_on_a_time_axis(tmp_path):
     assert {each["phase"]: each["share"] for each in found["shares"]} == {"wait": 0.25, "train": 0.5, "other": 0.25}
 
 
-def test_distributions_cover_the_run_with_a_part_of_its_steps(port):
-    while (found := ask(port, "distributions", run="alpha"))["num_steps"] > len(found["steps"]):
-        pass
-    assert found["steps"] == [1, 2, 3, 4, 5, 6, 7]
-    assert set(found["maps"]) == {"reward", "length", "advantage", "entropy", "reward right", "reward <b>brief</b>"}
-    length = found["maps"]["length"]
-    assert (length["edges"][0], length["edges"][-1]) == (3, 6)
-    assert [sum(row) for row in length["shares"]] == pytest.approx([1, 1, 1, 1, 1, 1, 0], abs=1e-3)  # one is damaged
-    assert length["quantiles"][0][1] == 4.5
-    assert length["quantiles"][6] == [None] * 3
-    assert found["maps"]["entropy"]["quantiles"][0] == pytest.approx([1.25] * 3)
-    assert spread_out(range(1, 1001), 5) == [1, 1000, 501, 251, 750]
-    lists = pyarrow.array([[1.0, None, 3.0], [], None, [None], [5.0]], pyarrow.list_(pyarrow.float32()))
-    assert row_means(lists).tolist() == pytest.approx([2.0, np.nan, np.nan, np.nan, 5.0], nan_ok=True)
-
-
 def test_the_overview_says_what_a_run_is_how_far_it_is_and_what_changed(tmp_path):
     run = RunFolder(tmp_path / "run")
     run.start({"max_steps": -1, "reward_weights": [0.5, 1.0], "learning_rate": 1e-3})
@@ -388,7 +372,7 @@ def test_damaged_files_are_no_failures_of_the_page(folder, tmp_path):
     (tmp_path / os.fsdecode(b"run-\xff")).mkdir()
     (tmp_path / os.fsdecode(b"run-\xff") / "metrics.jsonl").write_text("")
     place = {"step": 1, "prompt": 0, "sample": 0, "turn": 0, "name": "reward", "channel": "advantage x ratio"}
-    routes = "overview extremes table timeline distributions config diagnostics step group tokens why text estimates"
+    routes = "overview extremes table timeline config diagnostics step group tokens why text estimates"
     with serving(tmp_path) as port:
         names = [*ask(port, "runs")]
         assert "run-?" in names

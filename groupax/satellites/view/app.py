@@ -115,13 +115,12 @@ class Page:
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
         self._indexes: dict[Run, PromptIndex] = {}
-        self._distributions: dict[Run, curves.Distributions] = {}
 
     def routes(self) -> list[Route]:
         """Returns all routes of the page."""
         answers = [
             *(self.overview, self.extremes, self.table, self.names, self.series, self.band, self.timeline),
-            *(self.distributions, self.config, self.diagnostics, self.steps, self.step, self.group, self.tokens),
+            *(self.config, self.diagnostics, self.steps, self.step, self.group, self.tokens),
             *(self.text, self.why, self.search, self.prompts, self.prompt, self.evaluations, self.estimates),
             *(self.differences, self.items, self.export, self.image),
         ]
@@ -192,10 +191,6 @@ class Page:
         """Returns the phases of the `num` steps up to `last` on a time axis, and the shares of phases in all steps."""
         found = curves.timeline(asked.run, asked.number("last", math.inf), asked.integer("num", "20"))
         return {**found, "shares": curves.shares(asked.run)}
-
-    def distributions(self, asked: Asked) -> Any:
-        """Returns the distributions of a run's completions over steps, of those that have been read."""
-        return self._distributions.setdefault(asked.run, curves.Distributions(asked.run)).read()
 
     def config(self, _: Asked) -> Any:
         """Returns the settings of every run, its machine and versions, and the defaults of the settings that differ.

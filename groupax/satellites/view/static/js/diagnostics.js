@@ -50,8 +50,6 @@ export class Diagnostics {
   update() {
     return this.start();
   }
-
-  close() {}
 }
 
 /** A list of a run's diagnostics; `changed()` is called when one is marked as read. */

@@ -26,10 +26,6 @@ export class Overview {
     fill(root, el("h1", { class: "sr" }, "Overview"), el("div", { class: "toolbar choice-of-run" }, this.runChoice.element), this.body);
   }
 
-  async start(parameters) {
-    await this.moved(parameters);
-  }
-
   async moved(parameters) {
     const run = oneRun(parameters);
     if (run === null) return;
@@ -125,11 +121,6 @@ export class Overview {
   themed() {
     for (const chart of this.charts.values()) chart.lines = [];
     this.read();
-  }
-
-  async update(changed) {
-    this.runChoice.show(this.run);
-    if (changed.includes(this.run)) await this.read();
   }
 
   close() {

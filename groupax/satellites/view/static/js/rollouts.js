@@ -87,10 +87,6 @@ export class Rollouts {
     );
   }
 
-  async start(parameters) {
-    await this.moved(parameters);
-  }
-
   save() {
     const asked = new URLSearchParams({ run: this.run, min_step: this.step, max_step: this.step });
     download(`/api/export?${asked}`, `step_${this.step}.jsonl`);

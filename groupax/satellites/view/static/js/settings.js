@@ -74,8 +74,6 @@ export class Settings {
   update() {
     return this.start();
   }
-
-  close() {}
 }
 
 function ofMachine(machine) {
