@@ -6,12 +6,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 
+from groupax.core.settings.fields import check_type
 from groupax.core.storage.folders import MAX_LOG_BYTES, read_file
 from groupax.core.types import Rollout
 from groupax.data.images import named
@@ -347,22 +348,8 @@ def read_items(path: Path) -> list[Item]:
     return items
 
 
-# JSON types of the fields of items and completions; a prompt may be anything.
-KINDS: Mapping[str, Any] = {
-    name: kind
-    for kind, names in (
-        (str, ("key", "text", "finish_reason")),
-        (int, ("index", "num_tokens")),
-        (bool, ("counts_votes",)),
-        (list, ("completions",)),
-        (dict, ("columns", "rewards")),
-        ((int, float, type(None)), ("reward",)),
-        ((bool, type(None)), ("solved",)),
-        ((str, type(None)), ("answer",)),
-        ((list, type(None)), ("turns", "messages")),
-    )
-    for name in names
-}
+CHECKED = {kind: get_type_hints(kind) for kind in (Item, Completion)}
+UNCHECKED = ("prompt", "completions", "turns", "messages")  # by their types
 
 
 def _item(record: Any) -> Item:
@@ -371,14 +358,14 @@ def _item(record: Any) -> Item:
     Raises:
         OverflowError, TypeError, ValueError: It is none.
     """
-    known = {each.name for each in fields(Item)}
-    if not isinstance(record, dict) or set(record) != known:
-        raise ValueError(f"an item has {', '.join(sorted(known))}")
+    if not isinstance(record, dict) or set(record) != CHECKED[Item].keys():
+        raise ValueError(f"an item has {', '.join(sorted(CHECKED[Item]))}")
     completions = [Completion(**each) for each in record["completions"]]
     item = Item(**{**record, "completions": completions})
     for each in (item, *completions):
-        if wrong := [name for name, value in vars(each).items() if not isinstance(value, KINDS.get(name, object))]:
-            raise ValueError(f"its {wrong[0]} is of the type {type(vars(each)[wrong[0]]).__name__}")
+        for name, kind in CHECKED[type(each)].items():
+            if name not in UNCHECKED:
+                check_type(name, getattr(each, name), kind)
     if not completions or any(each.rewards.keys() != completions[0].rewards.keys() for each in completions):
         raise ValueError("it has no completions with the same rewards")
     for value in (value for each in completions for value in (*each.rewards.values(), each.reward)):

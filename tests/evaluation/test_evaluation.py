@@ -267,10 +267,10 @@ def test_items_survive_their_file(tmp_path):
     [
         ('{"prompt": 1}', "an item has columns, completions, "),
         ("[" * 100_000, "recursion"),
-        ({"columns": []}, "its columns is of the type list"),
+        ({"columns": []}, "columns must be a mapping of names to values"),
         ({"completions": []}, "it has no completions"),
         ({"completions": ["x"]}, "must be a mapping"),
-        ({"text": 1}, "its text is of the type int"),
+        ({"text": 1}, "text must be a text"),
         ({"rewards": {"other": 1.0}}, "the same rewards"),
         ({"rewards": {"r": "x"}}, "must be real number"),
         ({"rewards": {"r": 10**400}}, "int too large"),
