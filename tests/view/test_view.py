@@ -1,6 +1,7 @@
 """`groupax view`: what its server tells of run folders, what it refuses, and the page in a real browser
 (tests/view/test_view_page.py)."""
 
+import fcntl
 import http.client
 import json
 import os
@@ -316,6 +317,9 @@ def test_a_run_that_has_ended_says_why(tmp_path):
     status, ending = told()
     assert status == "dead"
     assert "its process is gone, without a word of why; no sign of life since " in ending
+    with (path / ".lock").open() as held:  # by a process of a container, for one
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert told() == ("live", "")
     for holder in (lock.format(os.getpid()), f"process {gone.pid} on {socket.gethostname()}.elsewhere since then", "?"):
         (path / ".lock").write_text(holder)
         assert told() == ("live", "")

@@ -1,5 +1,7 @@
 """Run folders, read while the runs are training."""
 
+import contextlib
+import fcntl
 import json
 import math
 import os
@@ -317,7 +319,7 @@ class Run:
             holder = ""
         if not holder and (end := self._end()):
             return "stopped" if end.startswith("stopped") else "failed", end
-        if _is_gone(holder):
+        if _is_gone(self.path / LOCK, holder):
             return "dead", f"its process is gone, without a word of why; {since or 'it logged nothing'}"
         if age_s is None or not self._num_lines:
             return "waiting", ""
@@ -408,14 +410,17 @@ def _runs_in(folder: Path) -> list[Path]:
     return [run for path in inside if (run := _run_in(path))] or [folder]
 
 
-def _is_gone(holder: str) -> bool:
-    """Returns whether a lock's text names a process of this machine that is not there."""
+def _is_gone(lock: Path, holder: str) -> bool:
+    """Returns whether a lock's text names a process of this machine that is not there, and nobody holds the lock."""
     found = re.match(rf"process ([1-9][0-9]{{,8}}) on {re.escape(socket.gethostname())} since ", holder)
+    if found is None:
+        return False
     try:
-        if found:
-            os.kill(int(found[1]), 0)
-    except ProcessLookupError:
-        return True
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:  # it may be in a container that has this machine's name
+        with contextlib.suppress(OSError), open_file(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
     except PermissionError:  # it is another user's
         pass
     return False
