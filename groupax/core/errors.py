@@ -16,7 +16,6 @@ EXTRAS = {
     "serve": ("llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
     "tensorboard": ("tensorboardX",),
     "trackio": ("trackio",),
-    "verifiers": ("verifiers",),
     "view": ("starlette", "tokenizers", "uvicorn"),
     "vision": ("PIL",),
     "wandb": ("wandb",),

@@ -2,15 +2,17 @@
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 
+from groupax.core.settings.fields import check_type
 from groupax.core.storage.folders import MAX_LOG_BYTES, read_file
 from groupax.core.types import Rollout
 from groupax.data.images import named
@@ -335,19 +337,41 @@ def read_items(path: Path) -> list[Item]:
         lines = read_file(path, MAX_LOG_BYTES).decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    known = {each.name for each in fields(Item)}
     items = []
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:
-            record = json.loads(line)
-            if not isinstance(record, dict) or set(record) != known:
-                raise ValueError(f"an item has {', '.join(sorted(known))}")
-            items.append(Item(**{**record, "completions": [Completion(**each) for each in record["completions"]]}))
-        except (ValueError, TypeError) as error:
+            items.append(_item(json.loads(line)))
+        except (OverflowError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {number} is not an item of an evaluation: {error}") from error
     return items
+
+
+CHECKED = {kind: get_type_hints(kind) for kind in (Item, Completion)}
+UNCHECKED = ("prompt", "completions", "turns", "messages")  # by their types
+
+
+def _item(record: Any) -> Item:
+    """Returns the item of a record in JSON types.
+
+    Raises:
+        OverflowError, TypeError, ValueError: It is none.
+    """
+    if not isinstance(record, dict) or set(record) != CHECKED[Item].keys():
+        raise ValueError(f"an item has {', '.join(sorted(CHECKED[Item]))}")
+    completions = [Completion(**each) for each in record["completions"]]
+    item = Item(**{**record, "completions": completions})
+    for each in (item, *completions):
+        for name, kind in CHECKED[type(each)].items():
+            if name not in UNCHECKED:
+                check_type(name, getattr(each, name), kind)
+    if not completions or any(each.rewards.keys() != completions[0].rewards.keys() for each in completions):
+        raise ValueError("it has no completions with the same rewards")
+    for value in (value for each in completions for value in (*each.rewards.values(), each.reward)):
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"its reward {value} is not finite")
+    return item
 
 
 def _by_name(values: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

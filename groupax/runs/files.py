@@ -184,15 +184,6 @@ def replace_text(path: Path, text: str) -> None:
     partial.rename(path)
 
 
-def sync_to_disk(path: Path) -> None:
-    """Flushes a file or a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def upload_changes(folder: Path, remote: RemoteFolder, uploaded: dict[str, tuple[int, int]]) -> None:
     """Uploads new and changed files except checkpoints, and deletes removed rollouts.
 

@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from groupax.core.errors import RunError
 from groupax.core.storage.buckets import RemoteFolder, is_remote
-from groupax.core.storage.folders import MAX_LOG_BYTES, read_file
+from groupax.core.storage.folders import MAX_LOG_BYTES, read_file, sync_to_disk
 from groupax.core.types import Metrics, Rollout
 from groupax.episodes.record import FOLDER as RECORDS
 from groupax.evaluation.items import Item, write_items
@@ -31,13 +32,13 @@ from groupax.runs.files import (
     refusing_unwritable,
     replace_text,
     stopping_unwritable,
-    sync_to_disk,
     upload_changes,
 )
 from groupax.runs.rollout_log import RolloutLog, write_records
 
 STEP_FOLDERS = ("rollouts", "evaluations", "bad_steps")  # with files named for steps
 RECORD, DIAGNOSTICS = "record.jsonl", "diagnostics.jsonl"
+MAX_END = 2000  # characters that say why a process ended
 TRACKED = "tracked.jsonl"  # of the tracker "jsonl", which a resumed run extends
 
 
@@ -93,6 +94,7 @@ class RunFolder:
         self.num_metrics_bytes = 0
         self._record: list[bytes] = []  # lines of record.jsonl from earlier processes
         self._processes: list[Mapping[str, Any]] = []
+        self._is_recorded = False  # whether the last of them is this one
         self._identities: dict[str, str] = {}  # {"identity": digest} if it is known
         self._rollout_log = RolloutLog(self.path / "rollouts", rollout_log_bytes)
         self._uploaded: dict[str, tuple[int, int]] = {}  # size and time of each uploaded file
@@ -213,7 +215,7 @@ class RunFolder:
             number = table.name.rpartition("step_")[2].partition(".")[0]
             if table.name.startswith(".") or (number.isdigit() and int(number) > step):
                 table.unlink()
-        self._is_prepared = True
+        self._is_prepared, self._is_recorded = True, False
         self._write_json("config.json", config)
         if self.command is not None:
             self._write_json("command.json", self.command)
@@ -229,6 +231,17 @@ class RunFolder:
         """Adds a process that works on the run to `run.json`: step, settings, devices and so on, as plain data."""
         command = {} if self.command is None else {"command": self.command}
         self._processes = [*self._processes, {**process, **command}]
+        self._is_recorded = True
+        self._write_processes()
+
+    def write_end(self, why: str) -> None:
+        """Adds to the record of this process why it ended before the run did; nothing if that cannot be written."""
+        if self._is_recorded:
+            self._processes = [*self._processes[:-1], {**self._processes[-1], "end": why[:MAX_END]}]
+            with contextlib.suppress(RunError):
+                self._write_processes()
+
+    def _write_processes(self) -> None:
         self._write_json("run.json", {"id": self.id, **self._identities, "processes": self._processes})
 
     def write_tokenizer(self, tokenizer: Any, processor_folder: Path | None = None) -> None:

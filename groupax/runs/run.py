@@ -11,7 +11,7 @@ from typing import TypeVar
 import jax
 
 from groupax.core.config import GRPOConfig, RunConfig, SFTConfig
-from groupax.core.errors import DivergedError, RewardError
+from groupax.core.errors import DivergedError, PreemptedError, RewardError
 from groupax.core.storage.buckets import is_remote
 from groupax.core.storage.replacing import ForeignFilesError, check_destination
 from groupax.core.types import Row
@@ -165,6 +165,10 @@ class Run:
                     self.train_seconds = self.log.train_seconds
                     self.hooks.end(self)
                     self.emit(RunEnded(trainer.cursor.step))
+            except (Exception, KeyboardInterrupt, PreemptedError) as error:
+                is_stop = isinstance(error, PreemptedError)
+                self.folder.write_end(str(error) if is_stop else f"failed: {type(error).__name__}: {error}")
+                raise
             finally:
                 self.log.close()
 

@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -258,11 +258,33 @@ def test_items_survive_their_file(tmp_path):
     ]
     write_items(tmp_path / "x.jsonl", items)
     assert read_items(tmp_path / "x.jsonl") == items
-    (tmp_path / "y.jsonl").write_text('{"prompt": 1}\n')
-    with pytest.raises(ValueError, match="line 1 is not an item of an evaluation"):
-        read_items(tmp_path / "y.jsonl")
     with pytest.raises(ValueError, match="cannot be read"):
         read_items(tmp_path / "z.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ('{"prompt": 1}', "an item has columns, completions, "),
+        ("[" * 100_000, "recursion"),
+        ({"columns": []}, "columns must be a mapping of names to values"),
+        ({"completions": []}, "it has no completions"),
+        ({"completions": ["x"]}, "must be a mapping"),
+        ({"text": 1}, "text must be a text"),
+        ({"rewards": {"other": 1.0}}, "the same rewards"),
+        ({"rewards": {"r": "x"}}, "must be real number"),
+        ({"rewards": {"r": 10**400}}, "int too large"),
+        ({"reward": float("inf")}, "reward inf is not finite"),
+    ],
+)
+def test_lines_that_are_no_items_are_refused(tmp_path, change, message):
+    if isinstance(change, dict):
+        record = asdict(an_item("a", [True, False]))
+        (record["completions"][1] if change.keys() <= record["completions"][1].keys() else record).update(change)
+        change = json.dumps(record)
+    (tmp_path / "x.jsonl").write_text(f"{change}\n")
+    with pytest.raises(ValueError, match=f"line 1 is not an item of an evaluation: .*{message}"):
+        read_items(tmp_path / "x.jsonl")
 
 
 def test_sets_have_names():

@@ -68,7 +68,6 @@ WITHOUT_JAX = [
     "groupax.satellites.environments.openenv",
     "groupax.satellites.environments.program",
     "groupax.satellites.environments.python_tool",
-    "groupax.satellites.environments.verifiers_v0",
     "groupax.data.files",
     "groupax.core.settings.fields",
     "groupax.rewards.runner",

@@ -171,8 +171,19 @@ def test_stopping_before_the_first_step_says_that_nothing_was_saved(tmp_path, ca
     assert caplog.text.count("nothing was saved. To start over, run it as before") == 1
     with pytest.raises(ValueError, match=r"has no checkpoint: nothing was saved there .*; start the run"):
         trained(tmp_path, resume=str(tmp_path / "run"))
+    assert end_of(tmp_path / "run").startswith("stopped (SIGTERM")
+    trainer = a_trainer(tmp_path, count_a, max_steps=1)
+    trainer.learner.update = lambda *_: {}["update"]
+    with pytest.raises(KeyError):
+        trainer.train()
+    assert end_of(tmp_path / "run") == "failed: KeyError: 'update'"
     trained(tmp_path, max_steps=1)
+    assert end_of(tmp_path / "run") is None
     assert os.listdir(tmp_path) == ["run"]
+
+
+def end_of(run):
+    return json.loads((run / "run.json").read_text())["processes"][-1].get("end")
 
 
 def test_stopping_while_a_run_is_prepared_is_told_in_one_line(capsys):

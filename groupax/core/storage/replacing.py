@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from groupax.core.storage.folders import list_names, read_json, write_json
+from groupax.core.storage.folders import list_names, read_json, sync_to_disk, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ def replacing_folder(folder: Path, sources: Collection[Path] = ()) -> Iterator[P
                 shutil.copy2(folder / CARD, partial / CARD)
             shutil.copymode(folder, partial)
             for name in _files_below(partial):
-                _fsync(partial / name)
+                sync_to_disk(partial / name)
             _exchange(partial, folder)
         else:
             partial.replace(folder)
@@ -228,14 +228,6 @@ def _foreign_files(folder: Path) -> list[str]:
 def _files_below(folder: Path) -> list[str]:
     found = (path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir())
     return [path.relative_to(folder).as_posix() for path in found]
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _exchange(new: Path, folder: Path) -> None:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax.core.storage.buckets import RemoteFolder
-from groupax.core.storage.folders import RECORDS
-from groupax.runs.files import sync_to_disk
+from groupax.core.storage.folders import RECORDS, sync_to_disk
 
 CHECKSUMS = "SHA256SUMS"  # as `sha256sum -c` reads it
 STATE = "state.json"
