@@ -54,9 +54,8 @@ heavy: $(VENV)/.parity build/libtpu
 	$(QUICKLY) -m "(parity or heavy) and not optimized and not long"
 
 # What takes minutes, and all cases of the tests that otherwise draw some of theirs.
-long: $(VENV)/.long build/verifiers/.installed
+long: $(VENV)/.long
 	TEST_SEED=all $(BIN)/python -m pytest -m "long or drawn"
-	build/verifiers/bin/python -m pytest tests/episodes/test_verifiers.py
 
 # The documentation as a site, in build/site; a warning or a link to nowhere is an error (with --quiet, warnings would
 # not count either).
@@ -123,12 +122,6 @@ $(VENV)/.docs: pyproject.toml | $(BIN)/pip
 
 $(VENV)/.long: $(VENV)/.parity
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[ray]"
-	touch $@
-
-# verifiers requires an older mcp than the other tests have, so it has an environment of its own.
-build/verifiers/.installed: pyproject.toml
-	$(PYTHON) -m venv build/verifiers
-	build/verifiers/bin/pip install --quiet --disable-pip-version-check --editable ".[test,verifiers]"
 	touch $@
 
 # axe-core, which looks for barriers on the page of groupax view (AXE_CORE in tests/view/test_view_page.py); from npm.
