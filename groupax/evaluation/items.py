@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from groupax.core.storage.folders import MAX_LOG_BYTES, read_file
+from groupax.core.storage.folders import MAX_LOG_BYTES, read_file, replacing_file
 from groupax.core.types import Rollout
 from groupax.data.images import named
 from groupax.episodes.as_json import messages_as_json, turns_as_json
@@ -314,15 +314,8 @@ def binary_rewards(items: Iterable[Item]) -> list[str]:
 
 def write_items(path: Path, items: Iterable[Item]) -> None:
     """Writes the items as JSON Lines, atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}")
-    try:
-        with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:  # for lone surrogates
-            file.writelines(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in items)
-        partial.rename(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    with replacing_file(path) as partial, partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in items)  # lone surrogates too
 
 
 def read_items(path: Path) -> list[Item]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax.core.storage.buckets import RemoteFolder, is_remote
-from groupax.core.storage.folders import MAX_LOG_BYTES, read_file
+from groupax.core.storage.folders import MAX_LOG_BYTES, read_file, sync_to_disk
 from groupax.core.types import Metrics, Rollout
 from groupax.episodes.record import FOLDER as RECORDS
 from groupax.evaluation.items import Item, write_items
@@ -31,7 +31,6 @@ from groupax.runs.files import (
     refusing_unwritable,
     replace_text,
     stopping_unwritable,
-    sync_to_disk,
     upload_changes,
 )
 from groupax.runs.rollout_log import RolloutLog, write_records
@@ -93,7 +92,7 @@ class RunFolder:
         self.num_metrics_bytes = 0
         self._record: list[bytes] = []  # lines of record.jsonl from earlier processes
         self._processes: list[Mapping[str, Any]] = []
-        self._identities: dict[str, str] = {}  # {"identity": digest} if it is known
+        self._identity = ""  # digest of the run's identity, if it is known
         self._rollout_log = RolloutLog(self.path / "rollouts", rollout_log_bytes)
         self._uploaded: dict[str, tuple[int, int]] = {}  # size and time of each uploaded file
         with refusing_unwritable(self.uri):
@@ -106,10 +105,9 @@ class RunFolder:
     # Starting and resuming.
 
     def lock(self) -> bool:
-        """Locks the folder until `unlock` and returns whether this call did so. A bucket has no locks.
+        """Locks the folder until `unlock`, and returns whether this call did so. A bucket has no locks.
 
-        Raises:
-            LockedError: Another run works in it.
+        Raises a LockedError if another run works in the folder.
         """
         if self.remote is not None or self._lock is not None:
             return False
@@ -143,15 +141,15 @@ class RunFolder:
             self.moved_aside = self.remote.move_all_aside()
         elif self.remote is None and has_results(self.path):
             if not afresh and identity and self._is_repeated(identity):
-                self._warn(f"the run in {self.uri} was stopped before its first checkpoint; its steps are repeated")
+                text = f"the run in {self.uri} was stopped before its first checkpoint; its steps are repeated"
+                self.emit(Message(text, warning=True))
                 self.resume(config, b"", 0)
                 return
             self._move_aside()
         elif afresh or not identity or not self._is_repeated(identity):
             shutil.rmtree(self.records, ignore_errors=True)  # of another run, killed before its first step
-        self.id, self._diagnostics, self._processes = secrets.token_hex(4), [], []
-        self._identities = {"identity": identity} if identity else {}
-        self._record = []
+        self.id, self._identity = secrets.token_hex(4), identity
+        self._diagnostics, self._processes, self._record = [], [], []
         self._prepare(config, b"", step=0)
 
     def resume(self, config: Mapping[str, Any], metrics: bytes, step: int) -> None:
@@ -164,11 +162,11 @@ class RunFolder:
         """
         about = parsed_record(self._earlier("run.json"))
         self.id, self._processes = about.get("id") or secrets.token_hex(4), about.get("processes", [])
-        self._identities = {name: about[name] for name in ("identity",) if name in about}
+        self._identity = about.get("identity", "")
         lines = map(parsed_record, self._earlier(DIAGNOSTICS).splitlines())
         self._diagnostics = [dict(line) for line in lines if line.get("step", step + 1) <= step]
-        record = self._earlier(RECORD)
-        self._record = [line for line in record.splitlines() if parsed_record(line).get("step", step + 1) <= step]
+        lines = self._earlier(RECORD).splitlines()
+        self._record = [line for line in lines if parsed_record(line).get("step", step + 1) <= step]
         if self.remote and (tracked := self._earlier(TRACKED)):
             (self.path / TRACKED).write_bytes(tracked)
         self._prepare(config, metrics, step)
@@ -229,15 +227,11 @@ class RunFolder:
         """Adds a process that works on the run to `run.json`: step, settings, devices and so on, as plain data."""
         command = {} if self.command is None else {"command": self.command}
         self._processes = [*self._processes, {**process, **command}]
-        self._write_json("run.json", {"id": self.id, **self._identities, "processes": self._processes})
+        identity = {"identity": self._identity} if self._identity else {}
+        self._write_json("run.json", {"id": self.id, **identity, "processes": self._processes})
 
     def write_tokenizer(self, tokenizer: Any, processor_folder: Path | None = None) -> None:
-        """Writes `tokenizer/`, which exports of checkpoints need.
-
-        Args:
-            tokenizer: The tokenizer.
-            processor_folder: Folder with the settings of an image processor, which are copied; None without one.
-        """
+        """Writes `tokenizer/`, which exports of checkpoints need, with the settings of an image processor, if any."""
         tokenizer.save_pretrained(self.path / "tokenizer")
         write_processor(processor_folder, self.path / "tokenizer")
 
@@ -299,11 +293,7 @@ class RunFolder:
             sync_to_disk(self.path / METRICS)
 
     def sync(self) -> None:
-        """Uploads new and changed files, if the run is in a bucket.
-
-        Raises:
-            OSError: The bucket cannot be written to.
-        """
+        """Uploads new and changed files, if the run is in a bucket; raises an OSError if they cannot be written."""
         if self.remote is not None:
             upload_changes(self.path, self.remote, self._uploaded)
 
@@ -327,6 +317,3 @@ class RunFolder:
     def _write_json(self, name: str, content: Any) -> None:
         with self._writing():
             replace_text(self.path / name, json.dumps(content, indent=2) + "\n")
-
-    def _warn(self, text: str) -> None:
-        self.emit(Message(text, warning=True))

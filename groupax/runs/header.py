@@ -55,10 +55,12 @@ def run_facts(
 
 def model_facts(model: Model) -> dict[str, str]:
     """Returns facts about the model and its devices by label."""
+    trained, total = count_params(model.config, model.adapter and model.adapter.config)
+    devices = model.mesh.devices
     return {
         "model": model.name or "a model created in memory",
-        "parameters": _parameters(model),
-        "devices": _devices(model),
+        "parameters": f"{total:,}, {'all' if trained == total else f'of which {trained:,} are'} trained",
+        "devices": f"{devices.size} x {devices.flat[0].device_kind}",
     }
 
 
@@ -125,16 +127,6 @@ def recomputation(choice: CheckpointingChoice, checkpointing: Checkpointing) -> 
     return {"gradient checkpointing": checkpointing + (", chosen for the devices' memory" if choice == "auto" else "")}
 
 
-def _parameters(model: Model) -> str:
-    trained, total = count_params(model.config, model.adapter and model.adapter.config)
-    return f"{total:,}, all trained" if trained == total else f"{total:,}, of which {trained:,} are trained"
-
-
-def _devices(model: Model) -> str:
-    devices = model.mesh.devices
-    return f"{devices.size} x {devices.flat[0].device_kind}"
-
-
 def seconds_at_peak(
     config: ModelConfig,
     chip: Chip,
@@ -174,9 +166,10 @@ def begun_process(mesh: Mesh, saved: Saved | None) -> Mapping[str, Any]:
     return {**process_of(mesh), **({"commit": commit} if commit else {}), **origin}
 
 
-TIMEOUT_S = 3.0  # of each of git's commands
-_OPTIONS = ("--no-pager", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
-_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+TIMEOUT_S = 3.0  # of git
+_SETTINGS = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "diff.ignoreSubmodules=all")
+_DESCRIBE = ("describe", "--always", "--dirty", "--abbrev=64", "--exclude=*")
+_COMMIT = re.compile(r"([0-9a-f]{40}|[0-9a-f]{64})(-dirty)?")
 
 
 def program_folder() -> Path:
@@ -190,29 +183,24 @@ def program_folder() -> Path:
 def commit_of(folder: Path) -> str | None:
     """Returns the commit that is checked out in a folder, with "-dirty" after it if tracked files differ from it.
 
-    Returns None if the folder is in no work tree, or if git is missing, does not trust the folder or takes too long.
+    It is None if the folder is in no work tree, or if git is missing, does not trust the folder or takes too long.
     Neither hooks nor monitors of the repository are run.
     """
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    own |= {"GIT_TERMINAL_PROMPT": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        commit = _git(folder, "rev-parse", "--verify", "HEAD").strip()
-        is_dirty = _git(folder, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all") != ""
+        described = subprocess.run(
+            ["git", "--no-pager", *(part for each in _SETTINGS for part in ("-c", each)), *_DESCRIBE],
+            cwd=folder,
+            env=own,
+            timeout=TIMEOUT_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    return f"{commit}{'-dirty' if is_dirty else ''}" if _COMMIT.fullmatch(commit) else None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    """Returns what one of git's commands prints about a folder, whatever the environment says of others."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    own |= {"GIT_TERMINAL_PROMPT": "0", "GIT_NO_LAZY_FETCH": "1"}
-    return subprocess.run(
-        ["git", *_OPTIONS, *arguments],
-        cwd=folder,
-        env=own,
-        timeout=TIMEOUT_S,
-        check=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ).stdout
+    commit = described.stdout.strip()
+    return commit if _COMMIT.fullmatch(commit) else None

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.core.storage.folders import replacing_file
 from groupax.core.types import Prompt, PromptImages, Rollout
 from groupax.data.examples import Example, values_as_json, with_values_from_json
 from groupax.data.images import image_name, images_of, named, save_png
@@ -72,9 +73,6 @@ class RolloutLog:
             scores: Token scores of the completions that it trained on, by index into `rollouts`.
             reward: Mean reward of the step.
             kept: Steps whose files stay if the budget is exceeded.
-
-        Raises:
-            OSError: The disk is full.
         """
         path = self.path(step)
         if any(row.images is not None for row in rollouts):
@@ -83,7 +81,8 @@ class RolloutLog:
         if self.max_bytes is None:
             return
         if self._sizes is None:
-            self._sizes = {_step_of(path): path.stat().st_size for path in self.folder.glob("step_*.parquet")}
+            sizes = {path.stem.rpartition("_")[2]: path.stat().st_size for path in self.folder.glob("step_*.parquet")}
+            self._sizes = {int(number): size for number, size in sizes.items()}
         self._sizes[step], self._rewards[step] = path.stat().st_size, reward
         if sum(self._sizes.values()) > self.max_bytes:
             self._thin_out(self._sizes, self.max_bytes, kept)
@@ -219,42 +218,20 @@ def _once_per_prompt(rollouts: Sequence[Rollout], value: Callable[[Rollout], Any
 
 
 def write_images(folder: Path, rollouts: Sequence[Rollout]) -> None:
-    """Writes the images of prompts that a run folder does not have yet, as images/SHA256.png (see `image_name`).
-
-    Args:
-        folder: The run folder.
-        rollouts: Completions.
-
-    Raises:
-        OSError: The disk is full.
-    """
+    """Writes the images of prompts that a run folder does not have yet, as images/SHA256.png (see `image_name`)."""
     examples = {id(row.example): row.example for row in rollouts if row.images is not None}
     for image in (image for example in examples.values() for image in images_of(example)):
-        path = folder / image_name(image)
-        if path.exists():
-            continue
-        path.parent.mkdir(exist_ok=True)
-        partial = path.with_name(f".{path.name}")
-        try:
-            save_png(image, partial)
-            partial.rename(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        if not (path := folder / image_name(image)).exists():
+            with replacing_file(path) as partial:
+                save_png(image, partial)
 
 
 def write_table(path: Path, table: Any) -> None:
     """Writes a `pyarrow.Table` atomically."""
     import pyarrow.parquet
 
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(f".{path.name}")
-    try:
+    with replacing_file(path) as partial:
         pyarrow.parquet.write_table(table, partial, compression="zstd")
-        partial.rename(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
@@ -325,7 +302,3 @@ def _stored_reward(path: Path) -> float:
         return float("nan")
     reward = json.loads(about)["reward"] if about else None
     return float("nan") if reward is None else reward
-
-
-def _step_of(path: Path) -> int:
-    return int(path.stem.rpartition("_")[2])
