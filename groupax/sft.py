@@ -33,7 +33,7 @@ from groupax.models.weights.checkpoint import Model
 from groupax.objective.losses import find_supervised_loss
 from groupax.objective.objective import zero_metrics
 from groupax.rollouts.state import Cursor
-from groupax.runs.build import lora_for, model_for, tokenizer_for
+from groupax.runs.build import check_datasets, lora_for, model_for, tokenizer_for
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, identity_of
 from groupax.runs.checkpoints.saver import remove_download
@@ -140,10 +140,7 @@ class SFTTrainer(Trainer):
         settings = learner_settings(args)
         zero_metrics(settings.objective)
         lora = lora_for(args, peft_config)
-        if train_dataset is None:
-            raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")
-        if args.eval_steps and eval_dataset is None:
-            raise ValueError(f"eval_steps is {args.eval_steps}, but there is no eval_dataset")
+        check_datasets(args, train_dataset, eval_dataset)
         self.emit(PhaseStarted("loading the model"))
         self.start_model = model_for(args, model, lora)
         self.tokenizer = tokenizer_for(args, self.start_model, processing_class)

@@ -18,7 +18,7 @@ from groupax.core.errors import RewardError
 from groupax.core.settings.sampling import SamplingParams
 from groupax.core.storage.buckets import is_remote
 from groupax.core.types import Metrics, Prompt, PromptImages, Row
-from groupax.data.examples import Examples, describe_source
+from groupax.data.examples import Examples, describe_source, load_examples
 from groupax.data.prompts import PromptSet
 from groupax.data.tokenizer import eos_token_ids, is_conversational
 from groupax.engine.scheduler import Demand
@@ -39,8 +39,8 @@ from groupax.rollouts.pipeline import Pipeline, Policy
 from groupax.rollouts.state import Cursor, Experience, UpdateSchedule, update_schedule
 from groupax.runs.build import (
     check_adapters,
-    check_objective,
-    check_processes,
+    check_datasets,
+    check_settings,
     engine_for,
     eval_params,
     eval_sets,
@@ -52,7 +52,6 @@ from groupax.runs.build import (
     rules_for,
     sampler_for,
     tokenizer_for,
-    train_examples,
 )
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, identity_of
@@ -164,15 +163,15 @@ class GRPOTrainer(Trainer):
         self.run_folder = self.run.folder
 
         self.emit(PhaseStarted("loading the data"))
-        check_processes(args)
-        check_objective(args)
+        check_settings(args)
         lora = lora_for(args, peft_config)
         check_adapters(args, model, lora)
-        examples, held_out = train_examples(train_dataset), eval_sets(args, eval_dataset)
+        check_datasets(args, train_dataset, eval_dataset)
+        examples, held_out = load_examples(train_dataset, may_have_images=True), eval_sets(eval_dataset)
         own_sampling = as_rollout_function(rollout_func)
         self.rewards = rewards_for(args, reward_funcs, reward_processing_classes, examples, environments, own_sampling)
         self._check_columns(examples, held_out)
-        self.reward_runner = self.make_reward_runner()
+        self.reward_runner = RewardRunner(self.rewards, args)
         self.reward_weights = resolve_weights(args.reward_weights, self.rewards)
         self.correctness_reward = find_correctness_reward(args.correctness_reward, self.rewards)
         self._shared_records = Path(args.output_dir).expanduser().absolute() / RECORDS
@@ -244,11 +243,7 @@ class GRPOTrainer(Trainer):
         return (self.experience or self.collect()).next_rows()
 
     def collect(self, num_wanted: int = 1) -> Experience:
-        """Collects a rollout: completions with rewards, advantages and log-probs. Only within a run.
-
-        Args:
-            num_wanted: Number of its minibatches that the next step takes.
-        """
+        """Collects a rollout, of which the next step takes `num_wanted` minibatches; only within a run."""
         if self.pipeline is not None:
             self.emit(PhaseStarted("waiting for the rollout"))
         with self.run.stop.cancellable(), self._shapes_kept():
@@ -276,11 +271,7 @@ class GRPOTrainer(Trainer):
         return update
 
     def count_as_used(self, update: Update) -> dict[int, TokenScores]:
-        """Counts the rows of an update as used, and drops a rollout that is used up.
-
-        Returns:
-            Its token scores by index into the completions of the last rollout.
-        """
+        """Counts the rows of an update as used, drops a rollout that is used up, and returns its scores by index."""
         assert self.experience is not None, "there is a rollout"
         of_rows = zip(self.experience.next_indices(), map(TokenScores, update.logps, update.entropies), strict=True)
         scores = {index: each for index, each in of_rows if index is not None}
@@ -288,11 +279,7 @@ class GRPOTrainer(Trainer):
         return scores
 
     def log(self, rows: Sequence[Row], update: Update, scores: Mapping[int, TokenScores]) -> None:
-        """Logs an optimizer step, and records the digests by which a replay of it is compared.
-
-        Raises:
-            RewardError: No completion has had a reward for a while.
-        """
+        """Logs an optimizer step, and records the digests by which a replay of it is compared."""
         step, log = self.cursor.step, self.run.log
         staleness = step - 1 - sum(row.policy_version for row in rows) / len(rows)
         log.step(step, update.metrics | {"rollout/staleness": staleness}, scores, update.distributions)
@@ -302,12 +289,9 @@ class GRPOTrainer(Trainer):
         self.stop_if_nothing_is_scored()
 
     def stop_if_nothing_is_scored(self) -> None:
-        """Ends a run in which no completion receives a reward.
+        """Raises a RewardError if no completion had a reward in several rollouts, or in the whole run.
 
         A few rollouts without any reward may happen where rewards apply to some prompts only; more are a mistake.
-
-        Raises:
-            RewardError: There has been no reward for several rollouts, or in the whole run.
         """
         step, unscored = self.cursor.step, num_unscored_steps(self.run.log.diagnostics.history)
         if not unscored:
@@ -375,12 +359,8 @@ class GRPOTrainer(Trainer):
         return evaluation
 
     def encode_eval_sets(self, dataset: Any) -> dict[str, PromptSet]:
-        """Returns the encoded prompts of an evaluation set, or of several by name.
-
-        Raises:
-            ValueError: There are no prompts, or they lack a column that a reward function takes.
-        """
-        sets = eval_sets(self.args, dataset)
+        """Returns the encoded prompts of an evaluation set, or of several by name."""
+        sets = eval_sets(dataset)
         self._check_columns(self.prompts.examples, sets)
         return self._encode(sets)
 
@@ -401,10 +381,6 @@ class GRPOTrainer(Trainer):
     def make_schedule(self) -> UpdateSchedule:
         """Returns how rollouts become optimizer steps."""
         return update_schedule(self.args)
-
-    def make_reward_runner(self) -> RewardRunner:
-        """Returns the runner of the rewards."""
-        return RewardRunner(self.rewards, self.args)
 
     def make_collector(self) -> Collector:
         """Returns the collector of rollouts, from the other parts."""

@@ -103,13 +103,7 @@ def _sample(engine: "Engine", command: Generate, rules: "Rules") -> list[list["R
 
 
 def throughput(num_tokens: int, seconds: float, compile_s: float) -> str:
-    """Returns a line about the speed of a generation, which separates decoding from compilation.
-
-    Args:
-        num_tokens: Number of generated tokens.
-        seconds: Duration of the generation.
-        compile_s: Seconds of it that were spent compiling programs or reading them from the cache.
-    """
+    """Returns a line about the speed of a generation, which separates decoding from compiling or loading programs."""
     decode_s = max(seconds - compile_s, 1e-9)
     return (
         f"{num_tokens:,} tokens in {decode_s:.2f} s, {num_tokens / decode_s:,.0f} tokens/s; compiling the programs, "

@@ -60,14 +60,8 @@ def load_examples(
 ) -> Examples:
     """Returns the rows of a `datasets.Dataset`, an object with rows by index, files, a folder or a hub id.
 
-    Args:
-        dataset: Rows, e.g. a list of dicts; or a file, a pattern of files, a folder or a hub id (see `read_rows`), or a
-            list of several of these.
-        columns: Columns of which each row needs one.
-
-    Raises:
-        ValueError: There are no rows, a row has none of the columns, there are sounds, videos or, unless they are
-            allowed, images, or the source cannot be read.
+    `dataset` has rows, e.g. a list of dicts; or it is a file, a pattern of files, a folder or a hub id (see
+    `read_rows`), or a list of several of these. Each row needs one of the columns.
     """
     name = describe_source(dataset, name)
     if isinstance(dataset, (str, os.PathLike)):
@@ -214,10 +208,8 @@ def visit_order(
 ) -> list[int]:
     """Returns the examples at positions start .. start + count - 1 of a run, with a new permutation for every epoch.
 
-    A pure function, so that a resumed run needs no iterator state.
-
-    Args:
-        per_epoch: Number of positions in an epoch, if it leaves out the end of its permutation.
+    It is a pure function, so that a resumed run needs no iterator state. An epoch of `per_epoch` positions leaves out
+    the end of its permutation.
     """
     per_epoch = per_epoch or num_examples
     positions = [divmod(position, per_epoch) for position in range(start, start + count)]
@@ -273,12 +265,6 @@ def tools_of_rows(
 
     Without tools of the run they are those of a column `tools`, as a list or as JSON. Nothing runs them, so that an
     episode has one turn, and reward functions judge the calls.
-
-    Args:
-        of_run: Tools of the run for each row.
-
-    Raises:
-        ValueError: The run has tools or environments and the dataset a column `tools`, or its values are no schemas.
     """
     given = [examples[index].get("tools") for index in range(len(examples))] if "tools" in examples[0] else []
     if not any(value is not None for value in given):

@@ -35,10 +35,6 @@ def render_with_spans(
 
     They are what the chat template puts between {% generation %} and {% endgeneration %}. A template without these tags
     is asked for the conversation before and after each of the assistant's messages.
-
-    Raises:
-        ValueError: The template renders the start of a conversation differently from the whole, or a conversation
-            cannot be rendered (see `render_all`).
     """
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     arguments: dict[str, Any] = {"template_kwargs": template_kwargs, "tools": tools}
@@ -52,11 +48,7 @@ def render_with_spans(
 
 
 def learned_tokens(tokenizer: Any, text: str, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the token ids of a rendered text, and which tokens have a character in one of the spans.
-
-    Raises:
-        ValueError: The tokenizer does not say which characters a token has.
-    """
+    """Returns the token ids of a rendered text, and which tokens have a character in one of the spans."""
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             "assistant_only_loss needs a fast tokenizer, which says which characters a token has; convert it to "
@@ -130,32 +122,20 @@ NOT_LEARNED = -100  # in a column `labels`
 
 @dataclass(frozen=True, eq=False)
 class TokenExample:
-    """An example as tokens.
-
-    Attributes:
-        ids: Token ids.
-        learned: Tokens that count in the loss; never the first one of a training sequence, which nothing predicts.
-    """
+    """An example as tokens."""
 
     ids: Int[np.ndarray, "T"]
-    learned: Bool[np.ndarray, "T"]
+    learned: Bool[np.ndarray, "T"]  # counts in the loss; never the first of a sequence, which nothing predicts
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingSet:
-    """Sequences of examples.
+    """Sequences of examples."""
 
-    Attributes:
-        sequences: The examples of each sequence: one, or with packing as many as fit.
-        num_dropped: Number of examples without a token to learn, which are left out.
-        num_truncated: Number of examples that were cut off.
-        max_length: Longest sequence allowed, in tokens.
-    """
-
-    sequences: Sequence[Sequence[TokenExample]]
-    num_dropped: int
-    num_truncated: int
-    max_length: int
+    sequences: Sequence[Sequence[TokenExample]]  # examples of each: one, or with packing as many as fit
+    num_dropped: int  # examples without a token to learn, which are left out
+    num_truncated: int  # examples that were cut off
+    max_length: int  # longest sequence allowed, in tokens
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -189,9 +169,6 @@ def encode_training_set(
     An example is a conversation (`messages`), a `prompt` with a `completion`, both texts or lists of messages, a text,
     or `input_ids`, with `labels` that are -100 where a token is not learned. Texts and completions end with the
     tokenizer's end-of-sequence token.
-
-    Raises:
-        ValueError: A row is of no kind, or cannot be encoded; a setting does not apply; or no token can be learned.
     """
     max_length = min(settings.max_length or max_positions, max_positions)
     strategy = settings.packing_strategy if settings.packing else None

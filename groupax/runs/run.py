@@ -85,11 +85,6 @@ class RunHooks:
 class Run:
     """The surroundings of a trainer's loop: its start, events, evaluations, checkpoints and end.
 
-    Args:
-        trainer: The trainer that owns it.
-        args: Settings of the run.
-        progress: Display of the run; None takes the one that `progress_bar` names.
-
     Attributes:
         hooks: Extension points, which may be replaced before the run starts.
         folder: The run folder.
@@ -129,11 +124,7 @@ class Run:
 
     @contextmanager
     def training(self) -> Iterator[PreemptionHandler]:
-        """Starts or resumes the run for the loop in the block, and ends it; saves its state if the loop fails.
-
-        Raises:
-            LockedError: another run works in the folder.
-        """
+        """Starts or resumes the run for the loop in the block, and ends it; saves its state if the loop fails."""
         with self.holding_folder():
             trainer = self.trainer
             mesh, several = trainer.start_model.mesh, processes.num_processes() > 1
@@ -172,8 +163,7 @@ class Run:
     def holding_folder(self) -> Iterator[None]:
         """Keeps other runs out of the run folder while the block runs; such blocks may be nested.
 
-        Raises:
-            LockedError: another run works in it.
+        Raises a LockedError if another run works in the folder.
         """
         is_taken = processes.run_on_primary(self.folder.lock)
         try:
@@ -223,11 +213,7 @@ class Run:
         hooks.started(self)
 
     def save_end(self) -> None:
-        """Saves the last checkpoint, the model and the trackers' files.
-
-        Raises:
-            RunError: They cannot be written.
-        """
+        """Saves the last checkpoint, the model and the trackers' files, or raises a RunError."""
         self.log.close_sinks()
         self.emit(PhaseStarted("writing the model"))
         with stopping_unwritable(self.folder.uri):
@@ -295,11 +281,7 @@ class Run:
         self._state_before = None
 
     def stop_if_diverged(self, rows: Sequence[Row], update: Update, advice: str) -> None:
-        """Reports an update that was skipped, and ends the run after `max_bad_steps` in a row.
-
-        Raises:
-            DivergedError: There were that many.
-        """
+        """Reports an update that was skipped, and raises a DivergedError after `max_bad_steps` in a row."""
         cursor, folder = self.trainer.cursor, self.folder
         path = processes.run_on_primary(lambda: folder.write_bad_batch(cursor.step, rows))
         loss, grad_norm = update.metrics["loss"], update.metrics["grad_norm"]
@@ -331,13 +313,11 @@ class Run:
         if self._is_introduced:
             return
         self._is_introduced = True
-        described = self.described
-        facts = dict(described.facts)
+        plans = {**self.described.plans, **self.described.expectations}
         if self._will_resume_complete():
             self._report_complete_run()
-        else:
-            facts |= {**described.plans, **described.expectations}
-        facts |= {"to watch it": f"groupax view {self.folder.uri}"}
+            plans = {}
+        facts = {**self.described.facts, **plans, "to watch it": f"groupax view {self.folder.uri}"}
         self.emit(RunDescribed(self.trainer.num_steps, facts))
 
     def _will_resume_complete(self) -> bool:

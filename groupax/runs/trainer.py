@@ -37,21 +37,13 @@ from groupax.training.learner import Learner, LearnerSettings
 
 @dataclass(frozen=True)
 class Description:
-    """The facts of a run that a user should know before its first step.
+    """The facts of a run that a user should know before its first step, most of them by label."""
 
-    Attributes:
-        facts: Facts by label, which its record has too.
-        plans: The memory that it plans to use, by label; likewise.
-        expectations: What to expect of it, by label, which is only shown.
-        warnings: Texts of warnings.
-        findings: What is wrong with its settings, by the name of the finding (see `diagnostics`).
-    """
-
-    facts: Mapping[str, str]
-    plans: Mapping[str, str]
-    expectations: Mapping[str, str] = field(default_factory=dict)
-    warnings: Sequence[str] = ()
-    findings: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str]  # which its record has too
+    plans: Mapping[str, str]  # the memory that it plans to use; likewise
+    expectations: Mapping[str, str] = field(default_factory=dict)  # which are only shown
+    warnings: Sequence[str] = ()  # texts
+    findings: Mapping[str, str] = field(default_factory=dict)  # what is wrong with its settings (see `diagnostics`)
 
 
 class Trainer(ABC):
@@ -132,11 +124,7 @@ class Trainer(ABC):
 
     @property
     def model(self) -> Model:
-        """The present policy.
-
-        Raises:
-            ValueError: the run trains several adapters (see `adapters`).
-        """
+        """The present policy; of a run that trains several adapters see `adapters`."""
         if names := adapter_names(self.learner):
             raise ValueError(f"this run has a policy for each of its adapters: use adapters[{names[0]!r}]")
         return self._model_with(self.learner.state.params, self.learner.policy)
@@ -175,12 +163,7 @@ class Trainer(ABC):
     def push_to_hub(self, repo_id: str, private: bool = True) -> str:
         """Saves the current policy in the run's `model/`, uploads it, and returns its address (see `hub.push_folder`).
 
-        Args:
-            repo_id: "owner/name".
-            private: Whether a new repository is private.
-
-        Raises:
-            ValueError: the run trains several adapters, each of which is pushed by itself (`groupax push`).
+        Each of several adapters is pushed by itself (`groupax push`).
         """
         if adapter_names(self.learner):
             raise ValueError("push each adapter by itself: groupax push RUN/model/NAME OWNER/REPOSITORY")

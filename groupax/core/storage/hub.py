@@ -12,12 +12,7 @@ def push_folder(folder: str | os.PathLike[str], repo_id: str, private: bool = Tr
     """Uploads a folder as a model repository, which is created if there is none, and returns its URL.
 
     The token is that of the environment (HF_TOKEN) or of `hf auth login`. An interrupted upload resumes when it is
-    called again: files that have arrived are not sent twice.
-
-    Args:
-        folder: Folder of a model or an adapter.
-        repo_id: "owner/name", or a name in the token's own namespace.
-        private: Whether a new repository is private; an existing one stays as it is.
+    called again: files that have arrived are not sent twice. A repository that exists stays private or public.
 
     Raises:
         ValueError: There is no such folder or no token, or the hub refuses the token, the name or the permission.

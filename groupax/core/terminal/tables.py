@@ -52,12 +52,9 @@ def _escaped(text: object) -> str:
 
 
 class Fitting:
-    """The first of several tables with the same content that fits the width that it is printed at.
+    """The first of several tables with the same content, widest first, that fits the width; else the last one.
 
     A table fits where each of its columns can have its `min_width`.
-
-    Args:
-        tables: The tables, widest first. The last one is shown wherever the others do not fit.
     """
 
     def __init__(self, *tables: Table) -> None:
@@ -69,14 +66,7 @@ class Fitting:
 
 
 def table_of(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ("",)) -> Table:
-    """Returns a table whose cells are not cut where the table fits.
-
-    Args:
-        title: Title of the table.
-        columns: Headers of the columns.
-        rows: Texts of the cells.
-        left: Headers of the columns that are aligned to the left.
-    """
+    """Returns a table whose cells are not cut where it fits; `left` are headers of columns aligned to the left."""
     table = empty_table(title)
     for index, header in enumerate(columns):
         width = max(cell_len(printable(text)) for text in (header, *(row[index] for row in rows)))

@@ -34,15 +34,10 @@ RECORD_BYTES = 500_000_000  # of what tools answered in earlier rollouts
 
 
 class RunSaver:
-    """The checkpoints of one run.
+    """The checkpoints of one run, whose folder and new learner `begin` prepares.
 
     Args:
-        args: The run's settings.
-        identity: The run's identity.
-        model: The starting model.
-        folder: The run folder, which `begin` prepares.
-        learner: A new learner, whose saved state `begin` restores.
-        log: The run's log.
+        args, identity, model, folder, learner, log: Parts of the run; `model` is the starting one.
         policies: Returns the earlier policies that sample the next rollouts (see `Pipeline.policies`).
         store_in: Returns the checkpoints of a run in a local folder.
         more: Called by all processes before a checkpoint is written; what it returns, if not None, writes further files
@@ -76,9 +71,6 @@ class RunSaver:
 
         Returns:
             The checkpoint, from which the caller restores the log; None if the run starts from the beginning.
-
-        Raises:
-            ValueError: `resume` names a checkpoint that cannot be continued.
         """
         saved = processes.run_on_primary(
             lambda: to_continue(self.args.resume, self.store, self.scratch, self.identity, self.log.emit)
@@ -164,11 +156,7 @@ class RunSaver:
         return processes.broadcast_object(self.writer.newest() == cursor.step)
 
     def stop(self, cursor: Cursor, experience: Experience | None, reason: str) -> None:
-        """Saves the state of a run that was asked to stop.
-
-        Raises:
-            PreemptedError: always.
-        """
+        """Saves the state of a run that was asked to stop, and raises a PreemptedError."""
         if not cursor.step:
             message = (
                 f"stopped ({reason}) before the first step was complete; nothing was saved. To start over, run it "
@@ -189,13 +177,7 @@ class RunSaver:
         raise PreemptedError(message)
 
     def fail(self, cursor: Cursor, experience: Experience | None, whole: bool) -> None:
-        """Saves the state of a run that cannot continue.
-
-        Args:
-            cursor: The run's cursor.
-            experience: The rollout in progress.
-            whole: Whether cursor, experience and learner are consistent; otherwise the newest checkpoint must do.
-        """
+        """Saves the state of a run that cannot continue, if it is whole; otherwise the newest checkpoint must do."""
         if cursor.step and whole and not self.folder.is_incomplete:
             self.save_and_wait(cursor, experience)
         self.writer.wait()
@@ -205,22 +187,14 @@ class RunSaver:
             )
 
     def end(self, cursor: Cursor, experience: Experience | None) -> None:
-        """Saves the state after the last step, from which a longer run can continue.
-
-        Raises:
-            RunError: The last checkpoint could not be written.
-        """
+        """Saves the state after the last step, from which a longer run can continue; a RunError says that it failed."""
         self.states.end()
         self.writer.wait()
         if self.args.do_last_save and not self.save_and_wait(cursor, experience):
             raise RunError(f"the last checkpoint could not be written to {self.store.where(cursor.step)}")
 
     def _seen_by_all(self, saved: Saved) -> Saved:
-        """Returns the checkpoint that the primary process has chosen, for this process.
-
-        Raises:
-            ValueError: A process cannot read it.
-        """
+        """Returns the checkpoint that the primary process has chosen, for this process; all must be able to read it."""
         if not processes.is_primary() and is_remote(saved.where):  # the folder is a download of that process
             run, _ = split_path(saved.where)
             saved = replace(saved, folder=store_of(run, self.scratch).local(saved.step))

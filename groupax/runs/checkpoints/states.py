@@ -33,13 +33,10 @@ BY_HAND = CheckpointSettings(save_steps=0, save_interval_minutes=0.0, save_total
 
 
 class StateKeeper:
-    """The states of one run.
+    """The states of one run, of at most `max_bytes`.
 
-    Args:
-        folder: The run folder.
-        learner: Its learner.
-        max_bytes: Budget of `states/`; models whose state exceeds a third of it have no states.
-        checkpoints: Its checkpoints. Only runs of one process with checkpoints in their own folder have states.
+    Models whose state exceeds a third of that have none; nor have runs of several processes, and those whose
+    checkpoints are not in their own folder.
     """
 
     def __init__(self, folder: RunFolder, learner: PolicyLearner, max_bytes: int, checkpoints: Store) -> None:
@@ -64,14 +61,7 @@ class StateKeeper:
         policies: Callable[[Cursor], Mapping[int, Policy]],
         state_of: Callable[[Mapping[int, Policy]], Mapping[str, Any]],
     ) -> None:
-        """Starts to write the present state if it is due.
-
-        Args:
-            cursor: Progress of the run.
-            experience: The rollout in progress.
-            policies: Returns the earlier policies that sample the next rollouts.
-            state_of: Returns the content of `state.json` with these.
-        """
+        """Starts to write the present state if it is due; `state_of` returns `state.json` with the earlier policies."""
         begun_s = time.monotonic()
         if not self.is_kept or not cursor.step or begun_s < self._due_s or self.writer.is_writing:
             return
@@ -80,8 +70,7 @@ class StateKeeper:
         text = json.dumps(state_of(earlier))
 
         def write(folder: Path) -> None:
-            for wait in [arrays.start_writing(folder / name, tree) for name, tree in trees.items()]:
-                wait()
+            arrays.start_writing(folder, trees)()
             if experience is not None:
                 write_rollout(experience, folder)
 
@@ -94,10 +83,7 @@ class StateKeeper:
         self.writer.wait()
 
     def _thin_out(self) -> None:
-        sizes = {step: _size(self.store.local(step)) for step in self.store.steps()}
+        files = {step: self.store.local(step).rglob("*") for step in self.store.steps()}
+        sizes = {step: sum(path.stat().st_size for path in own if path.is_file()) for step, own in files.items()}
         for step in to_remove(sizes, self.max_bytes):
             self.store.delete(step)
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -201,8 +201,7 @@ def clock(seconds: float) -> str:
 
 
 def _evaluation_line(step: int, name: str, evaluation: Any) -> str:
-    estimates = evaluation.estimates
-    shown = [f"{key} {estimates[key]}" for key in ("pass@1", "reward") if key in estimates]
+    shown = [f"{key} {evaluation.estimates[key]}" for key in ("pass@1", "reward") if key in evaluation.estimates]
     return f"step {step}: {name} ({len(evaluation.items)} prompts): {', '.join(shown) or 'no reward applies'}"
 
 
@@ -212,14 +211,7 @@ def _losses(metrics: Metrics) -> str:
 
 
 def result_html(num_steps: int, seconds: float, metrics: Metrics, more: Mapping[str, str]) -> str:
-    """Returns the result of a training for a notebook: the main metrics of its last step, and all of them folded.
-
-    Args:
-        num_steps: Optimizer steps.
-        seconds: Wall time.
-        metrics: Metrics of the last logged step.
-        more: Further facts by label.
-    """
+    """Returns the result of a training for a notebook: the main metrics of its last step, and all of them folded."""
     from groupax.core.terminal.tables import details_html, facts_html
 
     shown = {label: metrics[name] for name, label in shown_metrics(metrics).items()}

@@ -52,18 +52,11 @@ SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 @dataclass(frozen=True)
 class Phase:
-    """A stage of the run that is shown while it lasts.
-
-    Attributes:
-        name: Its name.
-        started_s: When it started, by `time.monotonic`.
-        total: Number of items, if they are counted.
-        num_done: Number of items that are done.
-    """
+    """A stage of the run that is shown while it lasts."""
 
     name: str
-    started_s: float
-    total: int | None = None
+    started_s: float  # when it started, by `time.monotonic`
+    total: int | None = None  # number of items, if they are counted
     num_done: int = 0
 
     def __str__(self) -> str:
@@ -243,11 +236,8 @@ class Rich(Progress):
             bar = Table.grid(expand=True)  # a bar alone ends no line, and what follows would be cut off
             bar.add_row(ProgressBar(total=self.num_steps, completed=self.step_shown))
             curve = one_line(f"{headline(self.metrics)} {sparkline(list(self.headlines))}", width)
-            parts += [
-                bar,
-                Text(fitting(self._fields(), width), no_wrap=True),
-                Text(curve, style="green", no_wrap=True),
-            ]
+            parts += [bar, Text(fitting(self._fields(), width), no_wrap=True)]
+            parts += [Text(curve, style="green", no_wrap=True)]
         if self.current is not None:
             parts.append(Text(one_line(self._phase_line(self.current), width), style="cyan", no_wrap=True))
         if self.shown_group:
@@ -271,9 +261,8 @@ class Rich(Progress):
         self._timer.start()
 
     def _report_phase(self) -> None:
-        phase = self.current
+        phase, now_s = self.current, time.monotonic()
         if phase is not None and self._is_open:
-            now_s = time.monotonic()
             seconds = f" (for {clock(now_s - phase.started_s)})" if now_s - phase.started_s > SLOW_STEP_PHASE_S else ""
             self._message(f"[{clock(now_s - self.opened_s)}] {self._phase_text(phase)}{seconds}", warning=False)
             self._start_timer(SLOW_STEP_PHASE_S)
@@ -339,11 +328,8 @@ class Notebook(Rich):
 def sample_panel(group: Sequence[Rollout], limit: int = SAMPLE_CHARACTERS) -> Any:
     """Returns a group's best, middle and worst completions with their rewards, as a rich table.
 
-    On a terminal that is too narrow for a column per reward function, the rewards are above each completion.
-
-    Args:
-        group: Scored completions of one prompt.
-        limit: Maximum number of characters of a completion.
+    On a terminal that is too narrow for a column per reward function, the rewards are above each completion, of which
+    at most `limit` characters are shown.
     """
     title, names = f"prompt: {one_line(last_text(group[0].prompt))}", [printable(name) for name in group[0].rewards]
     table, entries = empty_table(title, expand=False), []
