@@ -77,18 +77,14 @@ class SFTResult:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The losses of a model on its evaluation sets.
+    """The losses of a model on its evaluation sets: mean loss and entropy over the learned tokens of each, in nats.
 
-    Attributes:
-        metrics: Mean loss and entropy over the learned tokens of each set, in nats. If the sets have names, they
-            precede those of the metrics.
-        sets: Empty: there are no completions.
-        errors: Empty: there are no rewards.
+    If the sets have names, they precede those of the metrics.
     """
 
     metrics: Metrics
-    sets: Mapping[str, Any] = field(default_factory=dict)
-    errors: Mapping[str, str] = field(default_factory=dict)
+    sets: Mapping[str, Any] = field(default_factory=dict)  # empty: there are no completions
+    errors: Mapping[str, str] = field(default_factory=dict)  # empty: there are no rewards
 
     def __repr__(self) -> str:
         """Returns the metrics in one line."""
@@ -345,11 +341,7 @@ class SFTTrainer(Trainer):
 
 
 def learner_settings(args: SFTConfig) -> LearnerSettings:
-    """Returns the settings of updates: the loss is an objective in which every token has the advantage 1.
-
-    Raises:
-        ValueError: there is no such loss.
-    """
+    """Returns the settings of updates: the loss is an objective in which every token has the advantage 1."""
     return args.part(
         LearnerSettings,
         objective=args.part(ObjectiveSettings, loss_type=find_supervised_loss(args.loss_type)),

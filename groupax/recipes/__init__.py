@@ -20,11 +20,7 @@ RECIPES = {
 
 
 def load_recipe(name: str) -> Recipe:
-    """Returns the recipe with this name.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Returns the recipe with this name."""
     if name not in RECIPES:
         raise ValueError(f"there is no recipe {name!r}; the recipes are {', '.join(RECIPES)}{nearest(name, RECIPES)}")
     return importlib.import_module(RECIPES[name]).RECIPE

@@ -41,40 +41,24 @@ Diagnose = Callable[[Steps], dict[str, str]]  # metrics of steps -> texts by nam
 
 def severity_of(name: str) -> Severity:
     """Returns the severity of the diagnostic with this name; `warning` for names of other versions."""
-    if name in SEVERITIES:
-        return SEVERITIES[name]
-    for prefix, severity in PREFIXES.items():
-        if name.startswith(prefix):
-            return severity
-    return "warning"
+    of_prefix = next((severity for prefix, severity in PREFIXES.items() if name.startswith(prefix)), "warning")
+    return SEVERITIES.get(name, of_prefix)
 
 
 class Diagnostics:
-    """Looks for what is wrong with a run and reports each diagnosis once.
-
-    Args:
-        emit: Receives a `Diagnosed` event per new diagnosis.
-        diagnose: Returns the diagnostics of the metrics so far; None takes `step_diagnostics`.
-
-    Attributes:
-        history: Metrics of the run's first steps and of its last ones (see `remembered`).
-        reported: Names of the diagnostics that were reported, by earlier processes of the run too.
-    """
+    """Looks for what is wrong with a run and emits a `Diagnosed` event once per diagnosis, by `step_diagnostics`."""
 
     def __init__(self, emit: Emit, diagnose: Diagnose | None = None) -> None:
         self.emit, self.diagnose = emit, diagnose or step_diagnostics
-        self.history: list[Mapping[str, float]] = []
-        self.reported: set[str] = set()
+        self.history: list[Mapping[str, float]] = []  # metrics of the run's first steps and its last ones
+        self.reported: set[str] = set()  # names of diagnostics, by earlier processes of the run too
         self._found: dict[str, str] = {}  # in the last step
 
     def measure(self, metrics: Metrics) -> Metrics:
         """Adds a step to the history and returns the diagnostics that apply to it as metrics `health/...`."""
         self.history = remembered([*self.history, metrics])
         self._found = self.diagnose(self.history)
-        return {
-            "health/num_diagnostics": float(len(self._found)),
-            **{f"health/{name}": 1.0 for name in self._found},
-        }
+        return {"health/num_diagnostics": float(len(self._found)), **{f"health/{name}": 1.0 for name in self._found}}
 
     def __call__(self, event: Event) -> None:
         """Reports what a step or a failed reward function reveals."""
@@ -141,11 +125,7 @@ def supervised_diagnostics(history: Sequence[Mapping[str, float]]) -> dict[str, 
 
 
 def reward_diagnostics(errors: Mapping[str, str]) -> dict[str, str]:
-    """Returns the diagnostics of reward functions that failed.
-
-    Args:
-        errors: First error of each reward function, by name.
-    """
+    """Returns the diagnostics of reward functions that failed, by the first error of each."""
     return {
         f"reward {name}": f"the reward function {name!r} failed; its completions go without that reward (reported "
         f"once, counted in rewards/{name}/failures):\n{error}"
@@ -156,23 +136,15 @@ def reward_diagnostics(errors: Mapping[str, str]) -> dict[str, str]:
 def logp_limit(args: GRPOConfig, is_float32: bool) -> float:
     """Returns the tolerated difference between the engine's and the trainer's log-probs, averaged over a step's tokens.
 
-    Args:
-        args: The run's settings.
-        is_float32: Whether the forward pass of updates computes in float32.
+    `is_float32` says whether the forward pass of updates computes in float32.
     """
     same = args.decoding_weights == args.base_weights == "same" and args.kv_cache_dtype in ("same", "float32")
-    return (
-        FLOAT32_LOGP_DRIFT if is_float32 and same and not args.rollout_servers and not args.lora_dropout else LOGP_DRIFT
-    )
+    is_exact = is_float32 and same and not args.rollout_servers and not args.lora_dropout
+    return FLOAT32_LOGP_DRIFT if is_exact else LOGP_DRIFT
 
 
 def step_diagnostics(history: Sequence[Mapping[str, float]], logp_limit: float = LOGP_DRIFT) -> dict[str, str]:
-    """Returns the diagnostics of the metrics so far, texts by name.
-
-    Args:
-        history: Metrics of the run's first `START_STEPS` steps and of the last ones (see `remembered`).
-        logp_limit: Tolerated difference of log-probs (see the function of that name).
-    """
+    """Returns the diagnostics of the metrics so far, as `remembered` keeps them, texts by name (see `logp_limit`)."""
     recent = history[-PATIENCE_STEPS:]
     found: dict[str, str] = {}
     if num_unscored_steps(history):
@@ -196,11 +168,7 @@ def step_diagnostics(history: Sequence[Mapping[str, float]], logp_limit: float =
 
 
 def num_unscored_steps(history: Sequence[Mapping[str, float]]) -> int:
-    """Returns the number of last steps in a row without any reward, at most `START_STEPS` in long runs.
-
-    Args:
-        history: Metrics as for `step_diagnostics`.
-    """
+    """Returns the number of last steps in a row without any reward, at most `START_STEPS` in long runs."""
     scored = (index for index, metrics in enumerate(reversed(history)) if not _is_unscored(metrics))
     return next(scored, len(history))
 
@@ -317,7 +285,8 @@ def _padding(recent: Steps, settings: str) -> dict[str, str]:
 def _gradient(before: Steps, recent: Steps) -> dict[str, str]:
     """Returns a diagnostic of steps without a gradient, unless the policy has learned all that its rewards ask for."""
     norms = [metrics.get("grad_norm", math.inf) for metrics in recent]
-    if not max(norms) <= NO_GRADIENT or any(map(_is_unscored, recent)) or any(map(_is_at_rest, recent)):
+    is_at_rest = any(metrics["learning_rate"] == 0.0 for metrics in recent)
+    if not max(norms) <= NO_GRADIENT or any(map(_is_unscored, recent)) or is_at_rest:
         return {}
     if any(metrics["frac_reward_zero_std"] < 1.0 for metrics in recent):
         return {
@@ -336,10 +305,6 @@ def _gradient(before: Steps, recent: Steps) -> dict[str, str]:
         f"{reward:.3g}. Updates have broken the policy, and it cannot recover by itself; start again, or resume from "
         "an earlier checkpoint, with a lower learning_rate, warmup_ratio or a smaller max_grad_norm"
     }
-
-
-def _is_at_rest(metrics: Mapping[str, float]) -> bool:
-    return metrics["learning_rate"] == 0.0
 
 
 def _entropy(start: Steps, recent: Steps) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import errno
+import itertools
 import json
 import os
 import socket
@@ -29,16 +30,10 @@ class LockedError(ValueError):
 
 
 class RunLock:
-    """An exclusive lock on a folder, which the system releases when the process ends.
+    """An exclusive lock on a folder, created if it is absent, which the system releases when the process ends.
 
-    The text of the lock's file names the holder. A file that a killed process left behind stops nobody.
-
-    Args:
-        folder: Folder to lock, which is created if it is absent.
-
-    Raises:
-        LockedError: Another run uses the folder. The message names its process, its host and when it started.
-        OSError: The folder is not writable.
+    The text of the lock's file names the holder, as does the LockedError for others. A file that a killed process left
+    behind stops nobody.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -118,10 +113,8 @@ def complete_run(uri: str, num_steps: int) -> str:
 
 def free_name(path: Path) -> Path:
     """Returns the first of `path.1`, `path.2`, ... that does not exist."""
-    number = 1
-    while path.with_name(f"{path.name}.{number}").exists():
-        number += 1
-    return path.with_name(f"{path.name}.{number}")
+    names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    return next(each for each in names if not each.exists())
 
 
 @contextlib.contextmanager

@@ -55,13 +55,9 @@ class RunFolder:
     deleted with this object, and uploaded by `sync`.
 
     Args:
-        path: A folder, created if absent, or a URL.
+        path: A folder, created if absent, or a URL; a ValueError says if it is not writable or another run works in it.
         rollout_log_bytes: Budget of `rollouts/`, in a bucket for what this process writes; None for no limit.
         emit: Receives messages about faults of the folder.
-
-    Raises:
-        ValueError: The folder cannot be written to.
-        LockedError: Another run works in the folder.
 
     Attributes:
         path: The local folder, which stays where it is if a function changes the working directory.
@@ -129,13 +125,8 @@ class RunFolder:
     def start(self, config: Mapping[str, Any], identity: str = "", afresh: bool = True) -> None:
         """Starts a run; an earlier one in the folder is moved aside to `path.1`, `path.2`, ...
 
-        An earlier run stays if it has no results, or if it is the same run, killed before its first checkpoint, whose
-        steps will be repeated.
-
-        Args:
-            config: Content of `config.json`.
-            identity: Digest of the run's identity.
-            afresh: Whether to move the steps of the same run aside too.
+        An earlier run stays if it has no results, or if it has the same identity and was killed before its first
+        checkpoint, so that its steps will be repeated, unless the run starts `afresh`.
         """
         if self.remote is not None and self.remote.exists(METRICS):
             self.moved_aside = self.remote.move_all_aside()
@@ -153,13 +144,7 @@ class RunFolder:
         self._prepare(config, b"", step=0)
 
     def resume(self, config: Mapping[str, Any], metrics: bytes, step: int) -> None:
-        """Continues the run in the folder from a step.
-
-        Args:
-            config: Content of `config.json`.
-            metrics: Content of `metrics.jsonl` at that step.
-            step: The step; files of later steps are removed.
-        """
+        """Continues the run in the folder from a step, with `metrics.jsonl` as it was then, without later files."""
         about = parsed_record(self._earlier("run.json"))
         self.id, self._processes = about.get("id") or secrets.token_hex(4), about.get("processes", [])
         self._identity = about.get("identity", "")

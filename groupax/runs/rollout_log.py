@@ -110,10 +110,7 @@ class RolloutLog:
 def to_remove(sizes: Mapping[int, int], max_bytes: int, kept: Collection[int] = ()) -> list[int]:
     """Returns the steps whose files to remove: repeatedly the one whose neighbours are closest.
 
-    Args:
-        sizes: Sizes in bytes by step.
-        max_bytes: Budget for the remaining files.
-        kept: Steps to keep, in addition to the first and the last one.
+    The first and the last step and those to keep are not among them, even if the others' sizes exceed the budget.
     """
     steps, total, removed = sorted(sizes), sum(sizes.values()), []
     while total > max_bytes and len(steps) > 2:
@@ -188,16 +185,7 @@ def rollout_table(
 
 
 def rollout_of(row: Mapping[str, Any], example: Example, images: PromptImages | None = None) -> Rollout:
-    """Returns the completion of a row of a checkpoint, or of this log with its completion as `text`.
-
-    Args:
-        row: The row's values by column.
-        example: Row of the dataset.
-        images: Images of the prompt.
-
-    Raises:
-        ValueError: The values do not fit together.
-    """
+    """Returns the completion of a row of a checkpoint, or of this log with its completion as `text`."""
     values = {field.name: row[field.name] for field in fields(Rollout) if row.get(field.name) is not None}
     values |= {name: read(values[name]) for name, read in READ.items() if name in values}
     if "experts" in values:
