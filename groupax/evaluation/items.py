@@ -100,7 +100,6 @@ ACCURACY_REWARDS: dict[str, Callable[[str], str | None] | None] = {
     "gsm8k_accuracy": number_answer,
     "math_accuracy": math_answer,
     "think_answer_correct": tagged_answer,
-    "countdown_correct": None,
     "code_tests": None,
 }
 

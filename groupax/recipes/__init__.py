@@ -11,7 +11,6 @@ RECIPES = {
     "shapes": "groupax.recipes.shapes.scenes",
     "gsm8k": "groupax.recipes.gsm8k",
     "numinamath": "groupax.recipes.numinamath",
-    "countdown": "groupax.recipes.countdown",
     "tldr_length": "groupax.recipes.tldr_length",
     "calculator": "groupax.recipes.agents.calculator",
     "guess_number": "groupax.recipes.agents.guess_number",
