@@ -3,7 +3,7 @@
 import json
 import os
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -66,7 +66,7 @@ def load_examples(
     name = describe_source(dataset, name)
     if isinstance(dataset, (str, os.PathLike)):
         dataset = read_rows(dataset, name, splits)
-    elif _is_list_of_sources(dataset):
+    elif isinstance(dataset, (list, tuple)) and dataset and all(isinstance(x, (str, os.PathLike)) for x in dataset):
         each_name = f"{name}, a list of files"
         tables = [load_examples(source, each_name, splits, columns, may_have_images) for source in dataset]
         dataset = [row for table in tables for row in _rows_by_index(table, name)]
@@ -124,11 +124,8 @@ def image_columns(rows: Any) -> list[str]:
     """Returns the columns `image` and `images` that some row has an image in."""
     columns = getattr(rows, "column_names", None)
     if columns is None:
-        return [
-            column
-            for column in IMAGES
-            if any(isinstance(row, Mapping) and is_filled(row.get(column)) for row in _each(rows))
-        ]
+        mappings = [row for index in range(len(rows)) if isinstance(row := rows[index], Mapping)]
+        return [column for column in IMAGES if any(is_filled(row.get(column)) for row in mappings)]
     features = getattr(rows, "features", None) or {}
     known = [column for column in IMAGES if column in columns]
     return [column for column in known if _is_media(features.get(column)) or any(map(is_filled, rows[column]))]
@@ -138,15 +135,6 @@ def _is_media(kind: Any) -> bool:
     """Returns whether a feature of `datasets` is an image or a list of images, whose values need not be decoded."""
     of = kind[0] if isinstance(kind, list) and kind else getattr(kind, "feature", kind)
     return type(of).__name__ == "Image"
-
-
-def _each(rows: Any) -> Iterator[Any]:
-    return (rows[index] for index in range(len(rows)))
-
-
-def _is_list_of_sources(dataset: Any) -> bool:
-    is_list = isinstance(dataset, (list, tuple)) and bool(dataset)
-    return is_list and all(isinstance(source, (str, os.PathLike)) for source in dataset)
 
 
 def _check_type(dataset: Any, name: str) -> None:

@@ -251,7 +251,10 @@ def read_rows(
         if path.exists():
             raise ValueError(f"{name}: {path} is neither a file nor a folder")
         if glob.has_magic(str(source)):
-            return _read_pattern(path, name)
+            files = sorted(Path(each) for each in glob.glob(str(path), recursive=True))  # noqa: PTH207 - may be absolute
+            if not files:
+                raise ValueError(f"{name}: no file matches {path}")
+            return [row for each in files for row in read_file(each, name)]
     except OSError as error:
         raise ValueError(f"{name}: {path} cannot be read: {error}") from error
     check_file(source, name)
@@ -264,13 +267,6 @@ def check_file(source: str | os.PathLike[str], name: str) -> None:
     if file_kind(path) is not None and not path.exists() and not glob.has_magic(str(source)):
         near = nearest(path.name, [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else [])
         raise ValueError(f"{name}: there is no file {path}{near}")
-
-
-def _read_pattern(pattern: Path, name: str) -> list[dict[str, Any]]:
-    files = sorted(Path(path) for path in glob.glob(str(pattern), recursive=True))  # noqa: PTH207 - patterns may be absolute
-    if not files:
-        raise ValueError(f"{name}: no file matches {pattern}")
-    return [row for path in files for row in read_file(path, name)]
 
 
 def _read_folder(folder: Path, name: str, splits: Sequence[str], subset: str | None) -> Any:

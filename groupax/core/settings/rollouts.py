@@ -11,23 +11,9 @@ from groupax.core.terminal.printable import short_repr
 
 # Names that groupax passes to a template itself, and parameters of `apply_chat_template` that no template reads.
 RESERVED = (
-    "messages",
-    "conversation",
-    "conversations",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tools",
-    "documents",
-    "tokenize",
-    "tokenizer_kwargs",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "sanitize_control_tokens",
+    *("messages", "conversation", "conversations", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("tools", "documents", "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "sanitize_control_tokens"),
 )
 
 

@@ -22,7 +22,7 @@ from groupax.core.terminal.printable import one_line, printable
 from groupax.core.terminal.tables import SAMPLE_COLUMNS, Fitting, empty_table, output_console, stacked
 from groupax.core.types import Metrics, Rollout
 from groupax.data.tokenizer import last_text
-from groupax.events import Diagnosed, Evaluated, Event, Message, PhaseStarted
+from groupax.events import Event, PhaseStarted
 from groupax.parallel import processes
 from groupax.rollouts.completions import json_numbers
 from groupax.runs.progress.display import (
@@ -73,15 +73,6 @@ class Silent(Progress):
 
     def __call__(self, event: Event) -> None:
         """Ignores the event."""
-
-
-class Messages(Progress):
-    """A display that only passes messages to the log, with the results of evaluations."""
-
-    def __call__(self, event: Event) -> None:
-        """Passes on a message."""
-        if isinstance(event, Message | Diagnosed | Evaluated):
-            super().__call__(event)
 
 
 class JsonLines(Progress):
@@ -346,7 +337,7 @@ def sample_panel(group: Sequence[Rollout], limit: int = SAMPLE_CHARACTERS) -> An
 
 
 # By `GRPOConfig.progress_bar`.
-PROGRESS_BARS: dict[str, type[Progress]] = {"rich": Rich, "tqdm": Tqdm, "json": JsonLines, "none": Messages}
+PROGRESS_BARS: dict[str, type[Progress]] = {"rich": Rich, "tqdm": Tqdm, "json": JsonLines, "none": Progress}
 
 
 def progress_named(name: str) -> Progress:
