@@ -52,14 +52,7 @@ OF_SAMPLING = ("ratio/", "rollout/")  # metrics of a comparison with a policy th
 
 @dataclass(frozen=True)
 class SFTResult:
-    """The result of `SFTTrainer.train`.
-
-    Attributes:
-        num_steps: Optimizer steps.
-        train_seconds: Wall time of the loop with evaluations and checkpoints, without loading and saving the model,
-            including that of earlier processes of the run.
-        metrics: Metrics of the last logged step.
-    """
+    """The result of `SFTTrainer.train`, with fields as in `TrainResult`."""
 
     num_steps: int
     train_seconds: float
@@ -67,8 +60,7 @@ class SFTResult:
 
     def __repr__(self) -> str:
         """Returns the main figures in one line."""
-        figures = f"{self.num_steps:,} steps in {self.train_seconds:.1f} s"
-        return f"<SFTResult: {figures}, {headline_text(self.metrics)}>"
+        return f"<SFTResult: {self.num_steps:,} steps in {self.train_seconds:.1f} s, {headline_text(self.metrics)}>"
 
     def _repr_html_(self) -> str:
         """Returns the result as a table, for notebooks."""

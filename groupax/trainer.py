@@ -82,18 +82,14 @@ DIVERGED = "Lower learning_rate, set beta above 0, or look at the rewards of the
 class TrainResult:
     """The result of `GRPOTrainer.train`.
 
-    Attributes:
-        num_steps: Optimizer steps.
-        train_seconds: Wall time of the loop with evaluations and checkpoints, without loading and saving the model,
-            including that of earlier processes of the run.
-        rollout_tokens_per_s: Sampled tokens per second of sampling.
-        metrics: Metrics of the last logged step.
+    `train_seconds` is the wall time of the loop with evaluations and checkpoints, without loading and saving the model,
+    including that of earlier processes of the run.
     """
 
-    num_steps: int
+    num_steps: int  # optimizer steps
     train_seconds: float
-    rollout_tokens_per_s: float
-    metrics: Metrics
+    rollout_tokens_per_s: float  # sampled tokens per second of sampling
+    metrics: Metrics  # of the last logged step
 
     def __repr__(self) -> str:
         """Returns the main figures in one line."""

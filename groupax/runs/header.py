@@ -6,7 +6,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ from jax.sharding import Mesh
 from groupax.core.config import GRPOConfig
 from groupax.core.settings.compute import Checkpointing, CheckpointingChoice
 from groupax.data.prompts import PromptSet
-from groupax.models.config import ModelConfig
 from groupax.models.flops import forward_flops
 from groupax.models.lora import count_params
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
-from groupax.parallel.accelerators import Chip, chip_of, instruction_set, processor_name
+from groupax.parallel.accelerators import chip_of, instruction_set, processor_name
 from groupax.parallel.collectives import is_on_host
 from groupax.rollouts.state import UpdateSchedule
 from groupax.runs.checkpoints.choose import Saved
@@ -87,10 +86,12 @@ def time_facts(
     schedule: UpdateSchedule,
     has_turns: bool,
 ) -> dict[str, str]:
-    """Returns the time of an optimizer step that the peaks of the devices allow, by label.
+    """Returns the time of an optimizer step that the peaks of the devices allow, a lower bound, by label.
 
-    It is not given where it is not known: for devices without stated peaks, for episodes of several turns, images and
-    mixtures of experts, whose arithmetic depends on the data, and for weights that are decoded with fewer bits.
+    Decoding reads the weights once per token of a rollout's longest completion, and an update does three times the
+    arithmetic of a forward pass; all else is left out. The time is not given where it is not known: for devices without
+    stated peaks, for episodes of several turns, images and mixtures of experts, whose arithmetic depends on the data,
+    and for weights that are decoded with fewer bits.
     """
     devices, longest = model.mesh.devices, args.max_completion_length
     chip = chip_of(devices.flat[0].device_kind)
@@ -101,7 +102,8 @@ def time_facts(
     rows = [(num_tokens, [longest] * args.num_generations)] * (schedule.rows_per_step // args.num_generations)
     num_decoded = 0.0 if args.rollout_servers else longest / schedule.updates_per_rollout
     weight_bytes = sum(x.nbytes for x in jax.tree.leaves(learner.policy)) / args.decoding_tp
-    seconds = seconds_at_peak(model.config, chip, devices.size, rows, num_decoded, weight_bytes)
+    seconds = num_decoded * weight_bytes / chip.memory_bytes_per_s
+    seconds += 3 * forward_flops(model.config, rows) / (devices.size * chip.flops)
     text = f"at best {short_number(seconds)} s with completions of {longest:,} tokens, by the devices' peak rates"
     return {"time per step": text}
 
@@ -125,23 +127,6 @@ def recomputation(choice: CheckpointingChoice, checkpointing: Checkpointing) -> 
     if checkpointing == "none":
         return {}
     return {"gradient checkpointing": checkpointing + (", chosen for the devices' memory" if choice == "auto" else "")}
-
-
-def seconds_at_peak(
-    config: ModelConfig,
-    chip: Chip,
-    num_devices: int,
-    rows: Sequence[tuple[int, list[int]]],
-    num_decoded: float,
-    weight_bytes: float,
-) -> float:
-    """Returns the seconds of an optimizer step at the peaks of its devices.
-
-    Decoding reads the weights once per token of a rollout's longest completion, and an update does three times the
-    arithmetic of a forward pass. All else is left out, so that the time is a lower bound.
-    """
-    decode_s = num_decoded * weight_bytes / chip.memory_bytes_per_s
-    return decode_s + 3 * forward_flops(config, rows) / (num_devices * chip.flops)
 
 
 def process_of(mesh: Mesh) -> Mapping[str, Any]:

@@ -148,14 +148,11 @@ def rollout_table(
         columns[f"rewards/{name}"] = pa.array([row.rewards.get(name) for row in rollouts], pa.float64())
     for name in dict.fromkeys(name for row in rollouts for name in row.extra):
         columns[f"extra/{valid_text(str(name))}"] = simple_column([row.extra.get(name) for row in rollouts])
-    columns |= {
-        "prompt_ids": _lists([row.prompt_ids for row in rollouts], np.int32),
-        "completion_ids": _lists([row.completion_ids for row in rollouts], np.int32),
-        "policy_logps": _lists([row.policy_logps for row in rollouts], np.float32),
-        "sampler_logps": _lists([row.sampler_logps for row in rollouts], np.float32),
-        "trainer_logps": _lists([each and each.logps for each in trained], np.float32),
-        "entropies": _lists([each and each.entropies for each in trained], np.float32),
-    }
+    for name in ("prompt_ids", "completion_ids", "policy_logps", "sampler_logps"):
+        kind = np.int32 if name.endswith("ids") else np.float32
+        columns[name] = _lists([getattr(row, name) for row in rollouts], kind)
+    columns["trainer_logps"] = _lists([each and each.logps for each in trained], np.float32)
+    columns["entropies"] = _lists([each and each.entropies for each in trained], np.float32)
     if any(row.has_turns for row in rollouts):
         columns |= {
             "mask": _lists([row.mask for row in rollouts], bool),

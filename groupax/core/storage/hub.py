@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 from groupax.core.errors import RunError
 from groupax.core.storage.replacing import MANIFEST
@@ -19,7 +18,11 @@ def push_folder(folder: str | os.PathLike[str], repo_id: str, private: bool = Tr
         RunError: The hub is unreachable, or the connection was lost.
     """
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage]
+    )
 
     folder = Path(folder)
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
@@ -38,22 +41,15 @@ def push_folder(folder: str | os.PathLike[str], repo_id: str, private: bool = Tr
     except HFValidationError as error:
         raise ValueError(f"{repo_id!r} is not a valid repository name: {error}") from error
     except (HTTPError, ConnectionError, RuntimeError) as error:  # the client raises RuntimeError for failed uploads
-        raise _upload_error(error, folder, repo_id) from error
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
+            raise ValueError(
+                f"the hub refuses the upload to {repo_id} (status {error.response.status_code}: "
+                f"{error.server_message or 'no message'}); check that HF_TOKEN may write there"
+            ) from error
+        cause = error.__cause__ or error
+        reason = getattr(error, "server_message", None) or f"{type(cause).__name__}: {cause}"
+        raise RunError(
+            f"the upload of {folder} to {repo_id} was interrupted ({reason}). Nothing is lost: the "
+            "folder is unchanged, and the same command resumes the upload"
+        ) from error
     return str(url)
-
-
-def _upload_error(error: Any, folder: Path, repo_id: str) -> ValueError | RunError:
-    """Returns the error to raise: one for the user to fix, or one that a second attempt may fix."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
-        return ValueError(
-            f"the hub refuses the upload to {repo_id} (status {error.response.status_code}: "
-            f"{error.server_message or 'no message'}); check that HF_TOKEN may write there"
-        )
-    cause = error.__cause__ or error
-    reason = getattr(error, "server_message", None) or f"{type(cause).__name__}: {cause}"
-    return RunError(
-        f"the upload of {folder} to {repo_id} was interrupted ({reason}). Nothing is lost: the "
-        "folder is unchanged, and the same command resumes the upload"
-    )

@@ -32,12 +32,10 @@ from groupax.runs.progress.display import (
     fact_lines,
     fitting,
     headline,
-    picked_rows,
     sample_text,
     short_number,
     shown_metrics,
     sparkline,
-    status_fields,
 )
 
 SAMPLE_CHARACTERS = 300  # of a completion, on a wide terminal
@@ -217,8 +215,13 @@ class Rich(Progress):
         self.console.print("  ".join(self._fields()), markup=False, soft_wrap=True)
 
     def _fields(self) -> list[str]:
-        """Returns the fields of the last step, most important first."""
-        return status_fields(self.step_shown, self.num_steps, self.metrics, self.time_left)
+        """Returns texts about the last step, most important first: its number, the time left, metrics, its seconds."""
+        fields, num_left = [f"step {self.step_shown:,}/{self.num_steps:,}"], self.num_steps - self.step_shown
+        left_s, step_s = (self.time_left.seconds(number) for number in (num_left, 1))
+        if left_s is not None and num_left > 0:
+            fields.append(f"eta {clock(left_s)}")
+        shown = [f"{label} {short_number(self.metrics[name])}" for name, label in shown_metrics(self.metrics).items()]
+        return fields + shown[:1] + ([f"{short_number(step_s)} s/step"] if step_s else []) + shown[1:]
 
     def _panel(self) -> Any:
         """Returns the renderable of the current state; called by the thread that draws it."""
@@ -327,7 +330,8 @@ def sample_panel(group: Sequence[Rollout], limit: int = SAMPLE_CHARACTERS) -> An
     for header in ("advantage", *names):
         table.add_column(Text(header), justify="right", min_width=cell_len(header))
     table.add_column("completion", overflow="fold", min_width=SAMPLE_COLUMNS)
-    for row in picked_rows(group):
+    ordered = sorted(group, key=lambda row: -row.advantage)
+    for row in (ordered[index] for index in dict.fromkeys([0, len(ordered) // 2, len(ordered) - 1])):
         rewards = ["-" if value is None else f"{value:.2f}" for value in row.rewards.values()]
         cells, text = (f"{row.advantage:+.2f}", *rewards), one_line(sample_text(row), limit)
         table.add_row(*cells, Text(text))
