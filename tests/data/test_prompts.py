@@ -241,16 +241,6 @@ def test_servers_are_asked_to_stop_at_tokens_that_their_texts_do_not_show():
     assert sampler.params == replace(params, stop_token_ids=(7, 0))
 
 
-@pytest.mark.heavy
-def test_a_run_with_other_stop_texts_is_another_run(tmp_path):
-    rows = [{"prompt": "bc"}, {"prompt": "de"}]
-    for stop in ("a", "b"):
-        a_trainer(tmp_path, dataset=rows, prompts_per_step=2, stop=stop, max_steps=1).train()
-    assert (tmp_path / "run.1").is_dir()
-    a_trainer(tmp_path, dataset=rows, prompts_per_step=2, stop="b", eval_stop="c", max_steps=1).train()
-    assert not (tmp_path / "run.2").is_dir()
-
-
 def test_arguments_of_the_template_reach_the_prompts_of_a_run(tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{% if shout %}j{% endif %}")
