@@ -211,10 +211,6 @@ def _shuffled(num: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(num)
 
 
-def _identity(num: int, _seed: int, _epoch: int) -> np.ndarray:
-    return np.arange(num)
-
-
 @lru_cache(maxsize=2)
 def _shuffled_by_torch(num: int, seed: int, epoch: int) -> np.ndarray:
     """Returns the result of call number `epoch` of `torch.randperm(num, generator)` after `manual_seed(seed)`.
@@ -230,16 +226,12 @@ def _shuffled_by_torch(num: int, seed: int, epoch: int) -> np.ndarray:
     return permutation
 
 
-def _seeded_by_epoch(num: int, seed: int, epoch: int) -> np.ndarray:
-    return _shuffled_by_torch(num, seed + epoch, 0)
-
-
 # By `GRPOConfig.prompt_order`.
 _PERMUTATIONS: dict[PromptOrder, Callable[[int, int, int], np.ndarray]] = {
     "shuffled": _shuffled,
     "shuffled_by_torch": _shuffled_by_torch,
-    "seeded_by_epoch": _seeded_by_epoch,
-    "dataset": _identity,
+    "seeded_by_epoch": lambda num, seed, epoch: _shuffled_by_torch(num, seed + epoch, 0),
+    "dataset": lambda num, _seed, _epoch: np.arange(num),
 }
 
 

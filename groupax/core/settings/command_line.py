@@ -232,7 +232,7 @@ def _lines(option: Option, width: int, is_brief: bool) -> list[str]:
         alias = f", {option.alias}" * bool(option.alias)
         flag = f"{flag}{alias} {_metavar(option.name, option.kind)}".rstrip()
     default = f" ({shown})" if (shown := _default(option)) else ""
-    text = first_sentence(option.text) if is_brief else option.text
+    text = _SENTENCE_END.split(option.text, maxsplit=1)[0].rstrip(".") if is_brief else option.text
     lines = textwrap.wrap(text + default, max(width - INDENT, 24)) or [""]
     first = flag if len(flag) > INDENT - 2 else flag.ljust(INDENT) + lines.pop(0)
     return [first, *(" " * INDENT + line for line in lines)]
@@ -275,11 +275,6 @@ def descriptions(record: type) -> dict[str, str]:
         if is_dataclass(each):
             found |= _class_descriptions(each.__module__).get(each.__qualname__, {})
     return {each.name: found[each.name] for each in fields(record) if each.name in found}
-
-
-def first_sentence(text: str) -> str:
-    """Returns the first sentence of a description, without its full stop."""
-    return _SENTENCE_END.split(text, maxsplit=1)[0].rstrip(".")
 
 
 def parts(record: Any) -> list[type]:

@@ -62,7 +62,12 @@ class Fitting:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         del console
-        yield next((table for table in self.tables if _min_width(table) <= options.max_width), self.tables[-1])
+        for table in self.tables[:-1]:
+            borders = 3 * len(table.columns) + 1  # with a space on either side of a cell
+            if sum(column.min_width or 0 for column in table.columns) + borders <= options.max_width:
+                yield table
+                return
+        yield self.tables[-1]
 
 
 def table_of(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ("",)) -> Table:
@@ -89,8 +94,3 @@ def stacked(title: str, entries: Sequence[tuple[str, str]], show_lines: bool = F
 def empty_table(title: str, **options: Any) -> Table:
     """Returns a table without columns, whose title is a text of others."""
     return Table(title=Text(printable(title)), title_justify="left", **options)
-
-
-def _min_width(table: Table) -> int:
-    borders = 3 * len(table.columns) + 1  # with a space on either side of a cell
-    return sum(column.min_width or 0 for column in table.columns) + borders

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from groupax.core.terminal.printable import printable, short_repr
-from groupax.core.types import CallRecord, Metrics, Rollout
+from groupax.core.types import Metrics, Rollout
 from groupax.events import (
     Diagnosed,
     Evaluated,
@@ -212,13 +212,11 @@ def sample_text(rollout: Rollout) -> str:
         return rollout.text
     lines = []
     for turn in rollout.turns:
-        calls = [f"{call.name}({_arguments(call)}) = {call.result[:RESULT_CHARACTERS]}" for call in turn.calls]
-        lines += [line for line in (turn.text, *calls) if line]
+        lines += [turn.text] if turn.text else []
+        for call in turn.calls:
+            arguments = ", ".join(f"{name}={short_repr(value)}" for name, value in call.arguments.items())
+            lines.append(f"{call.name}({arguments}) = {call.result[:RESULT_CHARACTERS]}")
     return "\n".join([*lines, f"({rollout.finish_reason})"])
-
-
-def _arguments(call: CallRecord) -> str:
-    return ", ".join(f"{name}={short_repr(value)}" for name, value in call.arguments.items())
 
 
 def sparkline(values: Sequence[float]) -> str:
