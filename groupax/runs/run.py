@@ -21,7 +21,6 @@ from groupax.parallel import processes
 from groupax.parallel.memory import memory_in_use
 from groupax.parallel.preemption import PreemptionHandler, RolloutCancelled
 from groupax.parallel.runtime import compilation, configure_jax
-from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints.choose import complete_identity
 from groupax.runs.checkpoints.fingerprint import Identity, differences
 from groupax.runs.checkpoints.saver import RunSaver
@@ -72,7 +71,7 @@ class RunHooks:
 
     def save_if_due(self, run: "Run") -> None:
         """Writes a checkpoint if one is due before the next step."""
-        run.saver.save_if_due(run.trainer.cursor, run.trainer.experience)
+        run.saver.save_if_due()
 
     def end(self, run: "Run") -> None:
         """Saves what remains of the run after its last step."""
@@ -146,12 +145,12 @@ class Run:
                     try:
                         yield self.stop
                     except RolloutCancelled:
-                        self.saver.stop(*self._settled(), self.stop.reason or "")
+                        self.saver.stop(self.stop.reason or "")
                     except Exception as error:
                         if several and not isinstance(error, (RewardError, DivergedError)):  # which all processes raise
                             processes.fail(error)
                         else:
-                            self.saver.fail(*self._settled(), self._is_whole)
+                            self.saver.fail(self._is_whole)
                         raise
                     self.train_seconds = self.log.train_seconds
                     self.hooks.end(self)
@@ -175,17 +174,8 @@ class Run:
     def _begin(self) -> None:
         """Resumes from the checkpoint that `resume` names, or starts."""
         trainer, hooks, folder = self.trainer, self.hooks, self.folder
-        self.saver = RunSaver(
-            trainer.args,
-            self.identity,
-            trainer.start_model,
-            folder,
-            trainer.learner,
-            self.log,
-            trainer.policies,
-            hooks.checkpoints_in,
-            lambda: hooks.checkpoint_files(self),
-        )
+        more = partial(hooks.checkpoint_files, self)
+        self.saver = RunSaver(trainer, self.identity, self.log, hooks.checkpoints_in, more)
         metrics = folder.path / "metrics.jsonl"  # an earlier run may be moved aside, with its model
         processes.run_on_primary(lambda: metrics.exists() or self._check_destination())
         saved = self.saver.begin()
@@ -217,7 +207,7 @@ class Run:
         self.log.close_sinks()
         self.emit(PhaseStarted("writing the model"))
         with stopping_unwritable(self.folder.uri):
-            self.saver.end(*self._settled())
+            self.saver.end()
             self.save_result()
             processes.run_on_primary(lambda: (self.folder.settle(), self.folder.sync()))
 
@@ -244,12 +234,6 @@ class Run:
                 trainer.start_model = replace(trainer.start_model, params=trainer.learner.untrained)
         return self._identity
 
-    def _settled(self) -> tuple[Cursor, Experience | None]:
-        """Returns the state of the run that a checkpoint saves."""
-        self.trainer.settle()
-        return self.trainer.cursor, self.trainer.experience
-
-    @property
     def _is_whole(self) -> bool:
         """Returns whether cursor, rollout and learner belong together; they do not if an update failed half-way."""
         state = self._state_before

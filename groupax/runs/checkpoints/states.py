@@ -18,14 +18,12 @@ from groupax.core.settings.run import CheckpointSettings
 from groupax.events import ignore
 from groupax.parallel.processes import num_processes
 from groupax.rollouts.pipeline import Policy
-from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.record import trees_of, write_rollout
 from groupax.runs.checkpoints.store import OWN, LocalStore, Store
 from groupax.runs.checkpoints.writer import CheckpointWriter, Snapshot
-from groupax.runs.folder import RunFolder
 from groupax.runs.rollout_log import to_remove
-from groupax.training.adapters import PolicyLearner
+from groupax.runs.trainer import Trainer
 
 FOLDER = "states"
 TIMES_WAIT, LEAST_S = 600.0, 5.0  # between two states: this multiple of what one costs, and this many seconds
@@ -39,12 +37,12 @@ class StateKeeper:
     checkpoints are not in their own folder.
     """
 
-    def __init__(self, folder: RunFolder, learner: PolicyLearner, max_bytes: int, checkpoints: Store) -> None:
-        self.learner, self.max_bytes = learner, max_bytes
+    def __init__(self, trainer: Trainer, max_bytes: int, checkpoints: Store) -> None:
+        self.trainer, self.max_bytes = trainer, max_bytes
         is_own = isinstance(checkpoints, LocalStore) and checkpoints.layout is OWN
-        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(trees_of(learner, with_optimizer=True)))
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(trees_of(trainer.learner, with_optimizer=True)))
         self.is_kept = is_own and num_processes() == 1 and 3 * num_bytes <= max_bytes
-        self.store = LocalStore(folder.path / FOLDER)
+        self.store = LocalStore(trainer.run_folder.path / FOLDER)
         self.writer = CheckpointWriter(self.store, BY_HAND, ignore, lambda: None)
         self._due_s = time.monotonic() + LEAST_S
 
@@ -54,19 +52,13 @@ class StateKeeper:
             if each > step:
                 self.store.delete(each)
 
-    def keep_if_due(
-        self,
-        cursor: Cursor,
-        experience: Experience | None,
-        policies: Callable[[Cursor], Mapping[int, Policy]],
-        state_of: Callable[[Mapping[int, Policy]], Mapping[str, Any]],
-    ) -> None:
+    def keep_if_due(self, state_of: Callable[[Mapping[int, Policy]], Mapping[str, Any]]) -> None:
         """Starts to write the present state if it is due; `state_of` returns `state.json` with the earlier policies."""
-        begun_s = time.monotonic()
+        cursor, experience, begun_s = self.trainer.cursor, self.trainer.experience, time.monotonic()
         if not self.is_kept or not cursor.step or begun_s < self._due_s or self.writer.is_writing:
             return
-        earlier = policies(cursor)
-        trees = jax.tree.map(lambda leaf: np.array(leaf, copy=True), trees_of(self.learner, True, earlier))
+        earlier = self.trainer.policies(cursor)
+        trees = jax.tree.map(lambda leaf: np.array(leaf, copy=True), trees_of(self.trainer.learner, True, earlier))
         text = json.dumps(state_of(earlier))
 
         def write(folder: Path) -> None:
