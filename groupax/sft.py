@@ -7,7 +7,7 @@ log, save   events to every sink, checkpoints                                   
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from groupax.runs.checkpoints.saver import remove_download
 from groupax.runs.diagnostics import Diagnose, supervised_diagnostics
 from groupax.runs.header import data_name, memory_facts, model_facts, recomputation
 from groupax.runs.log import RunLog
-from groupax.runs.model_card import SFT, Trained, license_of, read_card, run_card
+from groupax.runs.model_card import SFT, run_card
 from groupax.runs.progress.display import Progress, headline_text, result_html, short_number
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.trainer import Description, Trainer, make_learner
@@ -317,19 +317,7 @@ class SFTTrainer(Trainer):
 
     def card(self) -> str:
         """Returns the card of the model."""
-        adapter = self.start_model.adapter
-        trained = Trained(
-            self.args,
-            adapter.base_name if adapter else self.start_model.name,
-            None if adapter is None else asdict(adapter.config),
-            self.dataset_name,
-            (),
-            self.cursor.step,
-            self.last_metrics,
-            is_chat=bool(getattr(self.tokenizer, "chat_template", None)),
-            license_id=license_of(read_card(self.start_model.source)),
-        )
-        return run_card(trained, SFT)
+        return run_card(self.trained(is_chat=bool(getattr(self.tokenizer, "chat_template", None))), SFT)
 
 
 def learner_settings(args: SFTConfig) -> LearnerSettings:

@@ -8,7 +8,7 @@ log, save   events to every sink, checkpoints                                   
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,9 @@ from groupax.runs.diagnostics import (
     setup_diagnostics,
     step_diagnostics,
 )
-from groupax.runs.header import data_name, memory_facts, recomputation, run_facts, time_facts
+from groupax.runs.header import data_name, memory_facts, model_facts, recomputation, time_facts
 from groupax.runs.log import RunLog
-from groupax.runs.model_card import Trained, license_of, read_card, run_card
+from groupax.runs.model_card import run_card
 from groupax.runs.progress.display import Progress, headline_text, result_html, short_number
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.step_record import step_record
@@ -462,21 +462,22 @@ class GRPOTrainer(Trainer):
         args, learner, schedule, rules = self.args, self.learner, self.schedule, self.rules
         sets = {"train_dataset": self.prompts}
         sets |= {f"eval_dataset {name!r}": prompts for name, prompts in self.eval_prompts.items()}
-        rewards = ", ".join(reward.name for reward in self.rewards)
-        adapters = {"adapters": ", ".join(args.adapters)} if args.adapters else {}
+        held_out = "".join(f", {len(each):,} held out ({name})" for name, each in self.eval_prompts.items())
+        num_rows, longest = schedule.rows_per_step, args.max_completion_length
+        facts = {
+            **model_facts(self.start_model),
+            "data": self.dataset_name,
+            "prompts": f"{len(self.prompts):,}{held_out}",
+            "rewards": ", ".join(reward.name for reward in self.rewards),
+            **({"adapters": ", ".join(args.adapters)} if args.adapters else {}),
+            **rules.names,
+            "steps": f"{self.num_steps:,}, each on {num_rows:,} completions, {args.num_generations} per prompt, of at "
+            f"most {longest:,} tokens ({num_rows * longest:,} together)",
+            **recomputation(args.gradient_checkpointing, learner.execution.checkpointing),
+        }
         return Description(
-            run_facts(
-                args,
-                self.start_model,
-                self.dataset_name,
-                self.prompts,
-                self.eval_prompts,
-                self.num_steps,
-                schedule.rows_per_step,
-                {"rewards": rewards, **adapters, **rules.names},
-            )
-            | recomputation(args.gradient_checkpointing, learner.execution.checkpointing),
-            memory_facts(learner, schedule.rows_per_step, 0 if args.rollout_servers else self.engine.planned_bytes()),
+            facts,
+            memory_facts(learner, num_rows, 0 if args.rollout_servers else self.engine.planned_bytes()),
             time_facts(args, learner, self.start_model, self.prompts, schedule, rules.has_turns),
             [
                 f"{name} has prompts longer than {prompts.max_length} tokens: {prompts.num_dropped} dropped, "
@@ -489,18 +490,10 @@ class GRPOTrainer(Trainer):
 
     def card(self) -> str:
         """Returns the card of the model."""
-        adapter = self.start_model.adapter
-        trained = Trained(
-            self.args,
-            adapter.base_name if adapter else self.start_model.name,
-            None if adapter is None else asdict(adapter.config),
-            self.dataset_name,
-            [reward.name for reward in self.rewards],
-            self.cursor.step,
-            self.last_metrics,
-            is_conversational(self.prompts.examples[0]["prompt"]),
-            license_of(read_card(self.start_model.source)),
-            self.rules.names,
+        trained = replace(
+            self.trained(is_chat=is_conversational(self.prompts.examples[0]["prompt"])),
+            rewards=[reward.name for reward in self.rewards],
+            of_episodes=self.rules.names,
             held_out=self.estimates,
             recipe=(self.run_folder.command or {}).get("recipe"),
             prompt=self.public_prompt,

@@ -30,28 +30,6 @@ from groupax.runs.progress.display import short_number
 from groupax.training.adapters import PolicyLearner
 
 
-def run_facts(
-    args: GRPOConfig,
-    model: Model,
-    dataset_name: str,
-    prompts: PromptSet,
-    eval_prompts: Mapping[str, PromptSet],
-    num_steps: int,
-    rows_per_step: int,
-    of_episodes: Mapping[str, str],
-) -> dict[str, str]:
-    """Returns facts about the run by label, with those of its rewards and episodes."""
-    held_out = "".join(f", {len(each):,} held out ({name})" for name, each in eval_prompts.items())
-    return {
-        **model_facts(model),
-        "data": dataset_name,
-        "prompts": f"{len(prompts):,}{held_out}",
-        **of_episodes,
-        "steps": f"{num_steps:,}, each on {rows_per_step:,} completions, {args.num_generations} per prompt, of at most "
-        f"{args.max_completion_length:,} tokens ({rows_per_step * args.max_completion_length:,} together)",
-    }
-
-
 def model_facts(model: Model) -> dict[str, str]:
     """Returns facts about the model and its devices by label."""
     trained, total = count_params(model.config, model.adapter and model.adapter.config)

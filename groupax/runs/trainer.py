@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from groupax.runs.checkpoints.record import stored_dtype
 from groupax.runs.diagnostics import Diagnose
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import Evaluation, RunLog
-from groupax.runs.model_card import shown_name
+from groupax.runs.model_card import Trained, license_of, read_card, shown_name
 from groupax.training.adapters import AdapterLearners, PolicyLearner
 from groupax.training.learner import Learner, LearnerSettings
 
@@ -57,6 +57,7 @@ class Trainer(ABC):
         start_model: The model that the run starts from; weights that the learner has copied are dropped.
         learner: The policy under training.
         tokenizer: Tokenizer of the model.
+        dataset_name: Source of the training data, for people.
         num_steps: Number of optimizer steps of the run.
         cursor: Progress of the run.
         experience: The rollout that is not used up, if there are rollouts.
@@ -69,6 +70,7 @@ class Trainer(ABC):
     start_model: Model
     learner: PolicyLearner
     tokenizer: Any
+    dataset_name: str
     num_steps: int
     cursor = Cursor()
     experience: Experience | None = None
@@ -98,6 +100,13 @@ class Trainer(ABC):
     @abstractmethod
     def card(self) -> str:
         """Returns the card of the model."""
+
+    def trained(self, is_chat: bool) -> Trained:
+        """Returns what every card says of the model; prompts may be formatted with the tokenizer's chat template."""
+        model, adapter = self.start_model, self.start_model.adapter
+        base, config = (model.name, None) if adapter is None else (adapter.base_name, asdict(adapter.config))
+        license_id, step = license_of(read_card(model.source)), self.cursor.step
+        return Trained(self.args, base, config, self.dataset_name, (), step, self.last_metrics, is_chat, license_id)
 
     def working(self, stop: PreemptionHandler) -> AbstractContextManager[object]:
         """Starts what only runs during training, and stops it at the end."""
