@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,16 @@ PROBE_TOOL = {"type": "function", "function": {"name": PROBE, "description": "Pr
 BATCH, BATCH_CHARACTERS = 256, 1 << 22  # largest number of conversations, and of their characters, per request
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """Messages to render, with arguments of the chat template and the tools that it writes."""
+
+    messages: Any
+    name: str  # for errors
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
 def render(
     tokenizer: Any,
     messages: Any,
@@ -284,38 +295,35 @@ def render(
         may_be_empty: Whether the conversation needs no text.
         with_images: Whether messages may have parts {"type": "image"}, for which the template writes placeholders.
     """
-    own = [template_kwargs or {}]
-    texts = render_all(tokenizer, [messages], [name], add_generation_prompt, own, [tools], may_be_empty, with_images)
-    return texts[0]
+    own = [Conversation(messages, name, template_kwargs or {}, tools)]
+    return render_all(tokenizer, own, add_generation_prompt, may_be_empty, with_images)[0]
 
 
 def render_all(
     tokenizer: Any,
-    conversations: Sequence[Any],
-    names: Sequence[str],
+    conversations: Sequence[Conversation],
     add_generation_prompt: bool = True,
-    template_kwargs: Sequence[Mapping[str, Any]] | None = None,
-    tools: Sequence[Sequence[Mapping[str, Any]]] | None = None,
     may_be_empty: bool = False,
     with_images: bool = False,
 ) -> list[str]:
-    """Renders several conversations, each with its own name, template arguments and tools (see `render`)."""
+    """Renders several conversations (see `render`)."""
     if not conversations:
         return []
-    checked = [check_messages(*item, may_be_empty, with_images) for item in zip(conversations, names, strict=True)]
+    checked = [check_messages(each.messages, each.name, may_be_empty, with_images) for each in conversations]
+    names = [each.name for each in conversations]
     if not tokenizer.chat_template:
         raise ValueError(
             f"{names[0]} is a list of messages, but the tokenizer has no chat template (a base model?); set "
             f"chat_template= to one of {', '.join(CHAT_TEMPLATES)} or to a file, or give prompts as strings"
         )
     arguments = []
-    none = [()] * len(names)
-    for name, given, own in zip(names, template_kwargs or [{}] * len(names), tools or none, strict=True):
+    for each in conversations:
+        name, given = each.name, each.template_kwargs
         if given:
             check_template_kwargs(given, f"{name}: chat_template_kwargs")
             for fault in unknown_template_kwargs(tokenizer, given).values():
                 raise ValueError(f"{name}: chat_template_kwargs: {fault}")
-        schemas = check_tools(own, name) or None  # None without tools, as transformers does: templates test for it
+        schemas = check_tools(each.tools, name) or None  # None without any, as transformers does: templates test for it
         if schemas and not writes_tools(tokenizer, given):
             raise ValueError(
                 f"{name} has tools, but the chat template does not write them, so the model would not know them; set "

@@ -15,7 +15,7 @@ import numpy as np
 from groupax.core.storage.folders import MAX_JSON_BYTES, READ, check_links, read_json
 from groupax.core.terminal.printable import error_line, short_repr
 from groupax.core.types import Prompt
-from groupax.data.chat import CHAT_TEMPLATES, TEMPLATES, TemplateError, render_all
+from groupax.data.chat import CHAT_TEMPLATES, TEMPLATES, Conversation, TemplateError, render_all
 from groupax.data.files import check_characters
 
 # Classes of tokenizers that are fully described by `tokenizer.json`.
@@ -217,15 +217,12 @@ def encode_prompts(
     """
     arguments = template_kwargs if template_kwargs is not None else [{}] * len(prompts)
     tools = tools if tools is not None else [()] * len(prompts)
+    given = enumerate(zip(prompts, arguments, tools, strict=True))
+    every = [Conversation(prompt, f"{name} {index}", kwargs, own) for index, (prompt, kwargs, own) in given]
     rendered = [is_conversational(prompt) for prompt in prompts]
-    chosen = [index for index, flag in enumerate(rendered) if flag]
-    conversations, names = [prompts[index] for index in chosen], [f"{name} {index}" for index in chosen]
-    own = {"template_kwargs": [arguments[index] for index in chosen], "tools": [tools[index] for index in chosen]}
-    rendered_texts = iter(render_all(tokenizer, conversations, names, may_be_empty=may_be_empty, **own))
-    texts = [
-        next(rendered_texts) if flag else _checked_text(prompt, given, own_tools, f"{name} {index}")
-        for index, (prompt, given, own_tools, flag) in enumerate(zip(prompts, arguments, tools, rendered, strict=True))
-    ]
+    conversations = [each for each in every if is_conversational(each.messages)]
+    rendered_texts = iter(render_all(tokenizer, conversations, may_be_empty=may_be_empty))
+    texts = [next(rendered_texts) if flag else _checked_text(each) for each, flag in zip(every, rendered, strict=True)]
     if max_tokens is None:
         return encode_texts(tokenizer, texts, rendered)
     return encode_within(tokenizer, texts, rendered, max_tokens)
@@ -241,21 +238,20 @@ def encode_within(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool]
     return encoded
 
 
-def _checked_text(
-    prompt: str, template_kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], name: str
-) -> str:
-    if tools:
+def _checked_text(prompt: Conversation) -> str:
+    """Returns a prompt that is a string, which no chat template renders."""
+    if prompt.tools:
         raise ValueError(
-            f"{name} is a string, which is not rendered by a chat template, so the model would not know its tools; "
-            "give a list of messages, or leave the tools out"
+            f"{prompt.name} is a string, which is not rendered by a chat template, so the model would not know its "
+            "tools; give a list of messages, or leave the tools out"
         )
-    if template_kwargs:
+    if prompt.template_kwargs:
         raise ValueError(
-            f"{name} is a string, which is not rendered by a chat template, but has chat_template_kwargs "
-            f"{dict(template_kwargs)!r:.200}; leave them out, or give a list of messages"
+            f"{prompt.name} is a string, which is not rendered by a chat template, but has chat_template_kwargs "
+            f"{dict(prompt.template_kwargs)!r:.200}; leave them out, or give a list of messages"
         )
-    check_characters(prompt, name)
-    return prompt
+    check_characters(prompt.messages, prompt.name)
+    return prompt.messages
 
 
 def _encode_end(tokenizer: Any, text: str, rendered: bool, max_tokens: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from groupax.cli.main import main
 from groupax.compat import trl
 from groupax.core.settings.fields import read_mapping
 from groupax.data import chat as chats
-from groupax.data.chat import TemplateProcess, render, render_all
+from groupax.data.chat import Conversation, TemplateProcess, render, render_all
 from groupax.data.prompts import encode_examples
 from groupax.data.tokenizer import encode_prompts, load_tokenizer
 from groupax.episodes.play import Prompts, play_episodes
@@ -127,7 +127,7 @@ def test_a_template_without_an_end_is_stopped_at_a_named_prompt(monkeypatch, tem
 
 def test_many_conversations_are_written_as_transformers_writes_them(qwen):
     conversations = [user(f"What is {index}+{index}?") for index in range(600)]
-    texts = render_all(qwen, conversations, [f"prompt {index}" for index in range(600)])
+    texts = render_all(qwen, [Conversation(each, f"prompt {index}") for index, each in enumerate(conversations)])
     expected = [qwen.apply_chat_template(each, tokenize=False, add_generation_prompt=True) for each in conversations]
     assert texts == expected
 
