@@ -92,9 +92,9 @@ def _spans_of_prefixes(tokenizer: Any, conversations: Sequence[Conversation], te
     for (index, number), before, after in zip(turns, rendered(0, True), rendered(1, False), strict=True):
         if not (texts[index].startswith(after) and after.startswith(before)):
             raise ValueError(
-                f"{conversations[index].name}: assistant_only_loss cannot tell message {number + 1} apart: the chat template has no "
-                "{% generation %} tags, and renders the start of the conversation differently from the whole; set "
-                "chat_template to one with these tags, or assistant_only_loss to False"
+                f"{conversations[index].name}: assistant_only_loss cannot tell message {number + 1} apart: the chat "
+                "template has no {% generation %} tags, and renders the start of the conversation differently from the "
+                "whole; set chat_template to one with these tags, or assistant_only_loss to False"
             )
         spans[index].append((len(before), len(after)))
     return spans
