@@ -41,8 +41,12 @@ Diagnose = Callable[[Steps], dict[str, str]]  # metrics of steps -> texts by nam
 
 def severity_of(name: str) -> Severity:
     """Returns the severity of the diagnostic with this name; `warning` for names of other versions."""
-    found = [severity for prefix, severity in PREFIXES.items() if name.startswith(prefix)]
-    return SEVERITIES[name] if name in SEVERITIES else found[0] if found else "warning"
+    if name in SEVERITIES:
+        return SEVERITIES[name]
+    for prefix, severity in PREFIXES.items():
+        if name.startswith(prefix):
+            return severity
+    return "warning"
 
 
 class Diagnostics:
