@@ -179,7 +179,7 @@ def remembered(history: Sequence[Mapping[str, float]]) -> list[Mapping[str, floa
     return [*history[:START_STEPS], *history[START_STEPS:][-START_STEPS:]]
 
 
-def _of_last_steps(recent: Steps, logp_limit: float) -> dict[str, str]:
+def _of_last_steps(recent: Steps, limit: float) -> dict[str, str]:
     """Returns the diagnostics of steps in a row, as far as they need no others."""
     found: dict[str, str] = {}
     last, scored = recent[-1], [metrics for metrics in recent if not _is_unscored(metrics)]
@@ -225,10 +225,10 @@ def _of_last_steps(recent: Steps, logp_limit: float) -> dict[str, str]:
     found |= _learning_rate(recent) | _padding(recent, "prompts_per_step or num_generations")
     is_asynchronous = "time/wait_s" in last  # then rollouts are of earlier policies
     drift = _values(recent, "rollout/logp_diff_mean")
-    if min(drift) > logp_limit and not is_asynchronous:
+    if min(drift) > limit and not is_asynchronous:
         found["logp_drift"] = (
             f"for {PATIENCE_STEPS} steps engine and trainer disagreed on the log-probs of tokens by {drift[-1]:.3g} on "
-            f"average (rollout/logp_diff_mean, above {logp_limit:g}), so that updates are off policy; set "
+            f"average (rollout/logp_diff_mean, above {limit:g}), so that updates are off policy; set "
             "rollout_correction, e.g. to 'token_truncate', or decoding_weights='same' and kv_cache_dtype='same'"
         )
     waited, taken = sum(_values(recent, "time/reward_s")), sum(_values(recent, "step_time"))
