@@ -52,7 +52,13 @@ OF_SAMPLING = ("ratio/", "rollout/")  # metrics of a comparison with a policy th
 
 @dataclass(frozen=True)
 class SFTResult:
-    """The result of `SFTTrainer.train`, with fields as in `TrainResult`."""
+    """The result of `SFTTrainer.train`.
+
+    Attributes:
+        num_steps: Optimizer steps.
+        train_seconds: Wall time of the loop, as in `TrainResult`.
+        metrics: Metrics of the last logged step.
+    """
 
     num_steps: int
     train_seconds: float

@@ -82,14 +82,18 @@ DIVERGED = "Lower learning_rate, set beta above 0, or look at the rewards of the
 class TrainResult:
     """The result of `GRPOTrainer.train`.
 
-    `train_seconds` is the wall time of the loop with evaluations and checkpoints, without loading and saving the model,
-    including that of earlier processes of the run.
+    Attributes:
+        num_steps: Optimizer steps.
+        train_seconds: Wall time of the loop with evaluations and checkpoints, without loading and saving the model,
+            including that of earlier processes of the run.
+        rollout_tokens_per_s: Sampled tokens per second of sampling.
+        metrics: Metrics of the last logged step.
     """
 
-    num_steps: int  # optimizer steps
+    num_steps: int
     train_seconds: float
-    rollout_tokens_per_s: float  # sampled tokens per second of sampling
-    metrics: Metrics  # of the last logged step
+    rollout_tokens_per_s: float
+    metrics: Metrics
 
     def __repr__(self) -> str:
         """Returns the main figures in one line."""

@@ -170,9 +170,9 @@ class Trainer(ABC):
         return save_model(trained, folder, self.tokenizer, dtype, card=self.card())
 
     def push_to_hub(self, repo_id: str, private: bool = True) -> str:
-        """Saves the current policy in the run's `model/`, uploads it, and returns its address (see `hub.push_folder`).
+        """Saves the current policy in the run's `model/`, uploads it to "owner/name", and returns its address.
 
-        Each of several adapters is pushed by itself (`groupax push`).
+        A new repository is private by default. Each of several adapters is pushed by itself (`groupax push`).
         """
         if adapter_names(self.learner):
             raise ValueError("push each adapter by itself: groupax push RUN/model/NAME OWNER/REPOSITORY")

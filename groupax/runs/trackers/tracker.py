@@ -27,14 +27,23 @@ PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run that a tracker records."""
+    """The run that a tracker records.
 
-    id: str  # the same in every process that works on the run
-    name: str  # to show
-    project: str  # under which several runs are shown together
-    folder: Path  # the run folder, in which a tracker's own files belong
-    config: Mapping[str, Any]  # the run's settings
-    first_step: int  # number of steps before this process; what a tracker has of later steps is void
+    Attributes:
+        id: Identifier of the run, the same in every process that works on it.
+        name: Name to show.
+        project: Name under which several runs are shown together.
+        folder: The run folder, in which a tracker's own files belong.
+        config: The run's settings.
+        first_step: Number of steps before this process; what a tracker has of later steps is void.
+    """
+
+    id: str
+    name: str
+    project: str
+    folder: Path
+    config: Mapping[str, Any]
+    first_step: int
 
 
 @dataclass(frozen=True)
