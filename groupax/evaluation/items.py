@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from groupax.core.settings.fields import check_type
-from groupax.core.storage.folders import MAX_LOG_BYTES, read_file
+from groupax.core.storage.folders import MAX_LOG_BYTES, read_file, replacing_file
 from groupax.core.types import Rollout
 from groupax.data.images import named
 from groupax.episodes.as_json import messages_as_json, turns_as_json
@@ -102,7 +102,6 @@ ACCURACY_REWARDS: dict[str, Callable[[str], str | None] | None] = {
     "gsm8k_accuracy": number_answer,
     "math_accuracy": math_answer,
     "think_answer_correct": tagged_answer,
-    "countdown_correct": None,
     "code_tests": None,
 }
 
@@ -316,15 +315,8 @@ def binary_rewards(items: Iterable[Item]) -> list[str]:
 
 def write_items(path: Path, items: Iterable[Item]) -> None:
     """Writes the items as JSON Lines, atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}")
-    try:
-        with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:  # for lone surrogates
-            file.writelines(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in items)
-        partial.rename(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    with replacing_file(path) as partial, partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in items)  # lone surrogates too
 
 
 def read_items(path: Path) -> list[Item]:

@@ -37,9 +37,9 @@ def code_tests(
     that defines the entry point, as in HumanEval, the tests see the prompt's other names as the prompt defines them,
     even if the solution redefines them.
 
-    The solution is the last code block after the thinking that defines `entry_point`, else the last one that is fenced as
-    Python, else as no language, else the whole completion; without an `entry_point` blocks that define a function or a
-    class come first. If it does not define `entry_point`, it is taken as the continuation of the prompt, as in
+    The solution is the last code block after the thinking that defines `entry_point`, else the last one that is fenced
+    as Python, else as no language, else the whole completion; without an `entry_point` blocks that define a function or
+    a class come first. If it does not define `entry_point`, it is taken as the continuation of the prompt, as in
     HumanEval.
 
     Args:

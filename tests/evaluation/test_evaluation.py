@@ -103,10 +103,9 @@ def test_answers_are_read(read, text, answer):
 
 
 def test_accuracy_rewards_exist():
-    from groupax.recipes.countdown import countdown_correct
     from groupax.rewards import BUILTIN_REWARDS
 
-    assert {*ACCURACY_REWARDS} <= {*BUILTIN_REWARDS, countdown_correct.__name__}
+    assert {*ACCURACY_REWARDS} <= {*BUILTIN_REWARDS}
     rewards = resolve_rewards([count_a, "gsm8k_accuracy"], ["answer"])
     assert find_correctness_reward(None, rewards) == "gsm8k_accuracy"
     assert find_correctness_reward(None, rewards[:1]) is None

@@ -1,4 +1,4 @@
-"""Recipes: rows to prompts, rewards, sources that work offline, and the programs and commands that run them."""
+"""Recipes: rows to prompts, sources that work offline, and the programs and commands that run them."""
 
 import itertools
 import json
@@ -21,7 +21,6 @@ from groupax.episodes.environment import environment_rewards
 from groupax.episodes.rules import load_environments, load_tools
 from groupax.evaluation.items import read_items
 from groupax.recipes import RECIPES, load_recipe
-from groupax.recipes.countdown import countdown_correct, evaluate_expression, problems
 from groupax.recipes.recipe import fitting_length, fitting_template, max_positions_of
 from groupax.recipes.shapes.scenes import (
     CELL_PIXELS,
@@ -60,7 +59,7 @@ def write_jsonl(path, rows):
 def test_a_recipe_is_whole(name):
     recipe = load_recipe(name)
     config = GRPOConfig.from_mapping(recipe.config)
-    functions, columns = list(recipe.reward_funcs), ["answer", "nums", "target"]
+    functions, columns = list(recipe.reward_funcs), ["answer"]
     given = resolve_rewards(functions, columns) if functions else []
     rewards = [*given, *environment_rewards(load_environments(recipe.environments))]
     assert tools_from(load_tools(recipe.tools)).keys() == {name.partition(":")[2] for name in recipe.tools}
@@ -71,9 +70,8 @@ def test_a_recipe_is_whole(name):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", ["countdown", "calculator"])
-def test_generated_data_is_there_without_a_source(name):
-    recipe = load_recipe(name)
+def test_generated_data_is_there_without_a_source():
+    recipe = load_recipe("calculator")
     train, held_out = recipe.train_dataset(), recipe.eval_dataset()
     assert len(train) > 1000
     assert len(held_out) >= 250
@@ -107,7 +105,6 @@ def test_one_recipe_reads_the_mathematics_of_several_sources(tmp_path):
         ("gsm8k", {"answer": "1"}, "no text in a column question, problem or prompt; it has answer"),
         ("gsm8k", {"question": "?"}, "neither a column answer nor a column solution"),
         ("numinamath", {"problem": "?", "answer": " "}, "neither a column answer nor a column solution"),
-        ("countdown", {"nums": ["x"], "target": 3}, "needs the columns nums"),
         ("tldr_length", {"text": "?"}, "it has no prompt; it has text"),
         ("arithmetic", {"prompt": "1+1="}, "needs the columns prompt and answer"),
     ],
@@ -164,21 +161,6 @@ def test_a_source_without_held_out_rows_has_none(tmp_path):
     assert len(recipe.train_dataset(str(file))) == 3
     assert recipe.eval_dataset(str(file)) is None
     assert recipe.eval_dataset(str(tmp_path)) is None
-
-
-# -- rewards
-
-
-def test_countdown_checks_numbers_and_value():
-    texts = {"1 + 2 * 3 = 7": 1, "1+2*3": 1, "(1+2)*3": 0, "7": 0, "3*2": 0, "1+2+3+1": 0, "2**3-1": 0, "1/0+2+3": 0}
-    texts |= {"__import__('os')": 0, "1+2*3=8": 0}
-    completions = [f"<think>.</think><answer>{text}</answer>" for text in texts] + ["1+2*3"]
-    found = countdown_correct(completions, [[1, 2, 3]] * len(completions), [7] * len(completions))
-    assert found == [*texts.values(), 0]
-    assert countdown_correct(["<answer>8/(3-8/3)</answer>"], [[8, 3, 8, 3]], [24]) == [1.0]
-    assert evaluate_expression("(" * 150 + "1" + ")" * 150) is None
-    assert evaluate_expression("True+1") is None
-    assert problems(3, seed=0) == problems(5, seed=0)[:3]
 
 
 # -- fitted to a model

@@ -260,7 +260,7 @@ def test_public_names_exist():
 def test_flags_come_after_the_file_and_the_file_after_the_recipe(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("recipe: arithmetic\nlearning_rate: 0.5\nbeta: 0.1\nreward_weights: [1, 2]\n")
-    (earlier := tmp_path / "earlier.yaml").write_text("recipe: countdown\nlearning_rate: 0.1\n")
+    (earlier := tmp_path / "earlier.yaml").write_text("recipe: numinamath\nlearning_rate: 0.1\n")
     defaults = train_defaults(["--config", str(earlier), "--config", str(file)])
     assert defaults.recipe == "arithmetic"
     assert defaults.args.learning_rate == 0.5

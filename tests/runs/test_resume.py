@@ -299,6 +299,7 @@ def check_killed(tmp_path, num_kills, settings, seed):
         at_random = moments.random() < 0.3
         rare = [phase for phase in PHASES[1:] if phase not in log] or PHASES[1:]
         if not killed.wait_for(PHASES[1:] if at_random else (moments.choice(rare),)):
+            killed.finish()
             shutil.rmtree(killed.folder / "run")  # it was done before that; from the start again
             continue
         time.sleep(moments.uniform(0, 2.0 if at_random else 0.08))

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -198,21 +197,11 @@ def test_stopping_while_a_run_is_prepared_is_told_in_one_line(capsys):
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--filter_zero_variance", "true"], "takes no value: write --filter_zero_variance to switch it on, --no_filt"),
-        (["--per_device_train_batch_size", "4"], "that is TRL's or transformers' name: here it is prompts_per_step"),
-        (["--bf16"], "here it is dtype='bfloat16'"),
-        (["--num_generations", "1" + "0" * 30], "num_generations must be between 2 and 65,536, got a whole number of"),
-        (["--temperature", "nan"], "temperature must be between 1e-06 and 1000, got nan"),
-    ],
-)
-def test_flags_that_cannot_be_say_what_to_write(flags, message, tmp_path, capsys):
+def test_flags_with_other_libraries_names_say_what_to_write(tmp_path, capsys):
     for name in ("config.json", "command.json"):
         (tmp_path / name).write_text("{}")
     for command in (["train"], ["resume", str(tmp_path)]):
-        assert main([*command, *flags]) == 2
+        assert main([*command, "--per_device_train_batch_size", "4"]) == 2
         said = capsys.readouterr().err
-        assert re.search(message, said)
+        assert "that is TRL's or transformers' name: here it is prompts_per_step" in said
         assert said.count("\n") == 1

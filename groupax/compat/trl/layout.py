@@ -117,7 +117,7 @@ class TRLFolders(RunHooks):
             or self.control.take("should_save")
             or (self.only_best and is_best and writer.last_step != step)
         )
-        run.saver.save_if(due, cursor, run.trainer.experience)
+        run.saver.save_if(due)
         writer.wait()  # callbacks see the checkpoint and the policy of the same step
         processes.run_on_primary(lambda: self.rotate(self.limit))
 
