@@ -14,6 +14,7 @@ from groupax.compat.fields import parse_mapping, warn
 from groupax.compat.trl.arguments import TrainingArguments
 from groupax.core.config import GRPOConfig
 from groupax.core.settings.fields import nearest
+from groupax.core.settings.optimizer import BaseWeights
 from groupax.core.storage.folders import at_revision
 from groupax.core.types import Row
 from groupax.engine.sequence import PolicySampler
@@ -21,7 +22,7 @@ from groupax.engine.sequence import Sequence as Completion
 from groupax.events import Event, RunEnded, RunStarted, StepEnded
 from groupax.models.adapted import LowRank
 from groupax.models.lora import Adapter, as_lora_config
-from groupax.models.weights.checkpoint import Model, load_model
+from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
 from groupax.runs.trainer import Trainer
 from groupax.training.adapters import PolicyLearner
@@ -40,11 +41,11 @@ def resolve_model(model: Any, args: TrainingArguments, quantization_config: Any)
     if quantization_config is not None and quantized is not None:
         raise ValueError("quantization_config is given twice: to the trainer and in model_init_kwargs")
     given.pop("attn_implementation", None)  # read by `GRPOConfig.to_native`
-    revision, dtype = given.pop("revision", None), given.pop("dtype", None) or given.pop("torch_dtype", None)
-    is_named = isinstance(model, (str, Path))
-    if given and not is_named:
-        warn("model_init_kwargs change nothing: the model is already loaded")
+    if not isinstance(model, (str, Path)):
+        if given:
+            warn(f"model_init_kwargs {', '.join(given)} change nothing: the model is already loaded")
         given = {}
+    revision, dtype = given.pop("revision", None), given.pop("dtype", None) or given.pop("torch_dtype", None)
     if str(dtype).removeprefix("torch.") not in _EXACT_DTYPES:
         reason = "master weights are float32, and bf16 chooses the dtype of the computation"
         warn(f"model_init_kwargs dtype={dtype!r} changes nothing in groupax: {reason}")
@@ -57,7 +58,7 @@ def resolve_model(model: Any, args: TrainingArguments, quantization_config: Any)
                 f"model with transformers and pass the object{nearest(name, hf.INERT)}"
             )
         warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {hf.INERT[name]}")
-    named = at_revision(str(model), revision) if is_named and revision not in (None, "main") else model
+    named = model if revision in (None, "main") else at_revision(str(model), revision)
     return named, quantized if quantization_config is None else quantization_config
 
 
@@ -67,11 +68,13 @@ class Policy:
 
     Attributes:
         model: What the native trainer receives.
+        weights: How the native trainer stores the weights of a model that it loads.
         peft_config: Settings of an adapter that the native trainer adds.
         owner: Object of the script that is trained in place; None if there is none.
     """
 
     model: Any
+    weights: BaseWeights
     peft_config: Any
     owner: Any
 
@@ -100,15 +103,13 @@ def policy_of(
             raise ValueError("the model already has an adapter, and peft_config describes another one; pass only one")
         warn("peft_config describes the adapter that the model already has, which will be trained; leave it out")
         peft_config = None
-    if weights != "same":
-        if isinstance(given, (str, Path)):
-            given = load_model(given, weights=weights)
-        else:
-            warn("quantization_config changes nothing: the model is already loaded")
+    if weights != "same" and not isinstance(given, (str, Path)):
+        warn("quantization_config changes nothing: the model is already loaded")
+        weights = "same"
     if adapter is not None and beta:
         _check_reference(adapter, beta)
     owner = model if hf.is_torch_model(model) or isinstance(model, hf.CausalLM) else None
-    return Policy(given, peft_config, owner)
+    return Policy(given, weights, peft_config, owner)
 
 
 def check_dropout(peft_config: Any) -> None:

@@ -197,7 +197,8 @@ class SFTTrainer(BaseTrainer):
         check_output_dir(args.output_dir)
         num_devices = num_accelerators()
         policy = policy_of(model, args, quantization_config, peft_config)
-        settings = self._prepare(args, args.to_native(num_devices), callbacks)
+        settings = replace(args.to_native(num_devices), base_weights=policy.weights)
+        settings = self._prepare(args, settings, callbacks)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._formatting_func = formatting_func
         if formatting_func is not None and args.completion_only_loss:

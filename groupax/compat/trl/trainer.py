@@ -101,15 +101,15 @@ class GRPOTrainer(BaseTrainer):
         schedule = args.schedule(num_devices)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         check_streams(args, train_dataset, eval_dataset)
-        streaming: dict[str, Any] = {}
+        own: dict[str, Any] = {"base_weights": policy.weights}
         if is_stream(train_dataset):
             train_dataset = training_rows(train_dataset, args, schedule)
-            streaming = {"prompt_order": "dataset"}
+            own["prompt_order"] = "dataset"
         train_dataset, has_prompts = agents.rows(train_dataset, args.max_steps, schedule.prompts_per_rollout)
         examples = load_examples(train_dataset, may_have_images=True)
         self.rollout_func, self.rollout_request = rollout_func, None
         settings = args.to_native(num_devices, len(examples))
-        settings = self._prepare(args, replace(settings, **streaming), callbacks)
+        settings = self._prepare(args, replace(settings, **own), callbacks)
         arguments = _template_kwargs(settings.chat_template_kwargs, processing_class, policy.model)
         settings = replace(settings, chat_template_kwargs=arguments)
         if settings.reward_weights is not None:  # those of environments are 1
