@@ -1,6 +1,8 @@
 """Other libraries' interfaces: their translation to groupax, warnings and refusals."""
 
+import copy
 import json
+import pickle
 import re
 import warnings
 from dataclasses import replace
@@ -268,6 +270,8 @@ def test_what_scripts_say_to_a_model_before_training(folder):
     model.enable_input_require_grads()
     assert model.config.vocab_size == 13
     assert model.config.hidden_size == 32
+    for copied in (copy.deepcopy(model.config), pickle.loads(pickle.dumps(model.config))):
+        assert (copied.vocab_size, copied.hidden_size) == (13, 32)
     with pytest.raises(AttributeError, match="num_hidden_layers of a loaded model's config cannot be set"):
         model.config.num_hidden_layers = 1
     with pytest.raises(AttributeError, match="no 'hidden_sise'; did you mean hidden_size"):

@@ -217,13 +217,13 @@ class Architecture:
     """A read-only view of a model's architecture: groupax's `ModelConfig`, then the other fields of config.json."""
 
     def __init__(self, model: Model) -> None:
-        vars(self)["_model"] = model
+        vars(self)["_configs"] = model.config, model.hf_config
 
     def __getattr__(self, name: str) -> Any:
-        model = vars(self)["_model"]
-        if not hasattr(model.config, name) and name not in model.hf_config:
-            raise AttributeError(f"the model's config has no {name!r}{nearest(name, model.hf_config)}")
-        return getattr(model.config, name) if hasattr(model.config, name) else model.hf_config[name]
+        own, stored = object.__getattribute__(self, "_configs")  # which a copy lacks at first
+        if not hasattr(own, name) and name not in stored:
+            raise AttributeError(f"the model's config has no {name!r}{nearest(name, stored)}")
+        return getattr(own, name) if hasattr(own, name) else stored[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("use_cache", "pad_token_id", "pretraining_tp"):
