@@ -28,7 +28,7 @@ def run(recipe: str, arguments: Sequence[str], weights: Mapping[str, tuple[str, 
     remaining, flags = iter(arguments), ["--recipe", recipe]
     for argument in remaining:
         flag, _, value = argument.partition("=")
-        if flag == "--use_wandb":
+        if argument == "--use_wandb":
             flags += ["--report_to", "wandb"]
         elif flag == "--attn_mechanism":
             mechanism = named(value or next(remaining, ""), AttentionMechanisms, "attn_mechanism")
