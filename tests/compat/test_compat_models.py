@@ -1,5 +1,6 @@
 """The model that a script gives to a trainer is the one that is trained."""
 
+import sys
 from dataclasses import replace
 
 import jax
@@ -117,6 +118,24 @@ def test_frozen_weights_of_a_pytorch_model_are_refused(folder, tmp_path, monkeyp
     monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
     model.add_adapter(peft.LoraConfig(r=2, target_modules=modules))
     refused(model, r"wrap the model with peft.get_peft_model")
+
+
+@pytest.mark.parity
+def test_peft_adds_an_adapter_to_a_pytorch_model(folder, monkeypatch):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    config = {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
+    weights = []
+    for made in (peft.LoraConfig(**config), hf.LoraConfig(**config)):
+        model = hf.wrap_with_peft(AutoModelForCausalLM.from_pretrained(folder), made, seed=3)
+        weights.append(jax.tree.leaves(read_torch_model(model).adapter.trained))
+    assert all(np.array_equal(*pair) for pair in zip(*weights, strict=True))
+    with pytest.raises(ValueError, match="a PyTorch model takes a LoraConfig as peft_config"):
+        hf.wrap_with_peft(model, config, seed=3)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match="pip install peft, or pass the model's folder or hub id"):
+        hf.wrap_with_peft(model, made, seed=3)
 
 
 @pytest.mark.drawn(1)

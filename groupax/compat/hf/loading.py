@@ -88,19 +88,25 @@ def wrap_with_peft(model: Any, peft_config: Any, seed: int) -> Any:
 
     Args:
         model: Model of transformers.
-        peft_config: A `LoraConfig` of PEFT.
+        peft_config: A `LoraConfig` of PEFT or of this package.
         seed: Seed of the adapter's weights, which PEFT draws from PyTorch's global state; that state is left as it was.
 
     Raises:
         ValueError: The config is not one, or is not supported by groupax.
         ImportError: PEFT is not installed.
     """
-    import peft
     import torch  # which the model is of
 
+    try:
+        import peft
+    except ImportError as error:
+        how = "pip install peft, or pass the model's folder or hub id"
+        raise ImportError(f"PEFT adds the adapter of peft_config to a PyTorch model: {how}") from error
     as_lora_config(peft_config)  # refuses what groupax does not support
+    if isinstance(peft_config, LoraConfig):
+        peft_config = peft.LoraConfig(**vars(peft_config))
     if not isinstance(peft_config, peft.PeftConfig):
-        raise ValueError("a PyTorch model takes peft.LoraConfig as peft_config; or pass the model's folder or hub id")
+        raise ValueError("a PyTorch model takes a LoraConfig as peft_config; or pass the model's folder or hub id")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return peft.get_peft_model(model, peft_config)
