@@ -23,6 +23,7 @@ from groupax.data.prompts import row_template_kwargs
 from groupax.data.tokenizer import is_conversational, prepare_tokenizer
 from groupax.engine.engine import Engine
 from groupax.models.weights.checkpoint import Model, load_model
+from groupax.tools.tool import function_schema
 
 # Sampling settings of a `vInference`, with their names in a `GRPOConfig`.
 SAMPLING = {
@@ -169,13 +170,17 @@ def with_sampling(arguments: GRPOConfig, vinference: vInference | None) -> GRPOC
 
 
 def _examples(dataset: Any, name: str, tokenize: Callable[..., Any] | None, tokenizer: Any, tools: Any) -> Any:
-    """Returns the examples with a column `prompt` and, if there is a `data_tokenize_fn`, with its columns."""
+    """Returns the examples with a column `prompt`, and the columns of a `data_tokenize_fn`, else one of the tools."""
     examples = load_examples(dataset, name)
-    if tokenize is None:
+    if tokenize is None and not tools:
         return examples
+    rows = [dict(examples[index]) for index in range(len(examples))]
+    if tokenize is None:
+        schemas = [each if isinstance(each, Mapping) else function_schema(each, each.__name__) for each in tools]
+        return [{"tools": schemas, **row} for row in rows]
     if tokenizer is None:
         raise ValueError("data_tokenize_fn needs a tokenizer; pass it as processing_class")
-    return _tokenized([dict(examples[index]) for index in range(len(examples))], tokenize, tokenizer, tools)
+    return _tokenized(rows, tokenize, tokenizer, tools)
 
 
 def _tokenized(
