@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Any
 
-from groupax.compat.fields import Arguments, arguments, scale_rewards
+from groupax.compat.fields import Arguments, arguments, scale_rewards, warn
 from groupax.core.settings.fields import nearest
 
 EasyDeLOptimizers = StrEnum("EasyDeLOptimizers", "ADAMW ADAFACTOR LION MUON SGD")
@@ -153,6 +153,9 @@ class GRPOConfig(Arguments):
         """
         if self.max_training_steps == 0:
             raise ValueError("max_training_steps=0 trains nothing; leave it out to train for num_train_epochs")
+        schedule = SCHEDULES[named(self.scheduler, SCHEDULES, "scheduler")]
+        if self.learning_rate_end and schedule == "constant":
+            warn(f"learning_rate_end={self.learning_rate_end} changes nothing in groupax without a scheduler")
         settings = {
             "output_dir": f"{str(self.save_directory or 'EasyDeL-Checkpoints').rstrip('/')}/{self.model_name}",
             "chat_template_kwargs": dict(self.chat_template_kwargs or {}),
@@ -168,7 +171,7 @@ class GRPOConfig(Arguments):
             "scale_rewards": scale_rewards(self.scale_rewards),
             "reward_weights": None if self.reward_weights is None else tuple(self.reward_weights),
             "optimizer": named(self.optimizer, EasyDeLOptimizers, "optimizer"),
-            "lr_scheduler_type": SCHEDULES[named(self.scheduler, SCHEDULES, "scheduler")],
+            "lr_scheduler_type": schedule,
             "learning_rate_end": self.learning_rate_end or 0.0,
             "max_grad_norm": self.clip_grad or 0.0,
             "eval_steps": self.evaluation_steps or 0,

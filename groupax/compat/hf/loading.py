@@ -57,6 +57,10 @@ def base_weights(quantization_config: Any) -> BaseWeights:
         return "same"
     given = quantization_config
     get = given.get if isinstance(given, Mapping) else lambda name: getattr(given, name, None)
+    if skipped := get("llm_int8_skip_modules"):
+        warn(f"llm_int8_skip_modules={skipped} changes nothing in groupax: all matrices of the layers are quantized")
+    if str(get("bnb_4bit_compute_dtype")).removeprefix("torch.") == "float16":
+        warn("bnb_4bit_compute_dtype=float16 changes nothing in groupax: bf16 of the config chooses the dtype")
     if get("load_in_8bit"):
         return "int8"
     if not get("load_in_4bit"):

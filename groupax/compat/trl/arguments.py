@@ -300,6 +300,8 @@ class TrainingArguments(Arguments):
         end = self.learning_rate * more.pop("min_lr_rate") if end is None and "min_lr_rate" in more else end
         if more:
             raise ValueError(f"lr_scheduler_kwargs {more} are not supported; choose from min_lr and min_lr_rate")
+        if end and SCHEDULERS[scheduler] == "constant":
+            raise ValueError(f"lr_scheduler_type {scheduler!r} never reaches min_lr; leave lr_scheduler_kwargs out")
         steps = self.warmup_steps or 0
         ratio = steps if 0 < steps < 1 else 0 if steps else self.warmup_ratio
         if scheduler == "constant" and (ratio or steps):

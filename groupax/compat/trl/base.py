@@ -331,7 +331,7 @@ class BaseTrainer:
 
     def push_to_hub(self, **inert: Any) -> str:
         """Uploads the current policy as `hub_model_id`, by default the name of `output_dir`."""
-        hf.warn_inert(inert, {"commit_message", "blocking", "token", "revision", "dataset_name", "tags"}, "push_to_hub")
+        hf.warn_inert(inert, {"commit_message", "blocking", "token", "dataset_name", "tags"}, "push_to_hub")
         repo_id = self.args.hub_model_id or Path(self._output_dir).name
         return push_folder(self.native.save_model(), repo_id, private=bool(self.args.hub_private_repo))
 

@@ -232,6 +232,8 @@ class OnlineConfig(TrainingArguments):
     def _server_url(self) -> str | None:
         """Returns the address of the server that samples; None for groupax's own engine."""
         host = self.vllm_server_host
+        if self.vllm_mode not in ("colocate", "server"):
+            raise ValueError(f"vllm_mode must be 'server' or 'colocate', got {self.vllm_mode!r}")
         has_server = self.vllm_mode == "server" or host != self.FIELDS.defaults["vllm_server_host"]
         if self.vllm_server_base_url is None and has_server and host:
             return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.vllm_server_port}"
@@ -310,7 +312,7 @@ class GRPOConfig(OnlineConfig):
         """Returns the native settings for the loss, the rewards' scale, tools, and the correction of other samplers.
 
         vLLM's importance-sampling correction is on if a server samples, if completions match an expression, or if its
-        mode is not the default.
+        mode or a bound is not the default.
         """
         self._warn_about_losses()
         if self.off_policy_mask_threshold == 0:
@@ -324,13 +326,15 @@ class GRPOConfig(OnlineConfig):
         }
         if self.loss_type == "cispo" and self.epsilon_high is None:
             settings["epsilon_high"] = self.epsilon
-        mode = self.vllm_importance_sampling_mode
+        correction = {
+            "rollout_correction": "vllm_importance_sampling_mode",
+            "rollout_correction_min": "vllm_importance_sampling_clip_min",
+            "rollout_correction_max": "vllm_importance_sampling_clip_max",
+        }
         is_other = self._server_url() is not None or self.vllm_structured_outputs_regex is not None
-        is_other |= mode != self.FIELDS.defaults["vllm_importance_sampling_mode"]
+        is_other |= any(getattr(self, name) != self.FIELDS.defaults[name] for name in correction.values())
         if self.use_vllm and is_other and self.vllm_importance_sampling_correction:
-            settings["rollout_correction"] = mode
-            settings["rollout_correction_min"] = self.vllm_importance_sampling_clip_min
-            settings["rollout_correction_max"] = self.vllm_importance_sampling_clip_max
+            settings |= {own: getattr(self, name) for own, name in correction.items()}
         return settings
 
     def _warn_about_losses(self) -> None:

@@ -21,7 +21,7 @@ from groupax.engine.sequence import PolicySampler
 from groupax.engine.sequence import Sequence as Completion
 from groupax.events import Event, RunEnded, RunStarted, StepEnded
 from groupax.models.adapted import LowRank
-from groupax.models.lora import Adapter, as_lora_config
+from groupax.models.lora import Adapter, LoRAConfig, as_lora_config
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
 from groupax.runs.trainer import Trainer
@@ -112,9 +112,9 @@ def policy_of(
     return Policy(given, weights, peft_config, owner)
 
 
-def check_dropout(peft_config: Any) -> None:
-    """Raises a ValueError if an adapter is asked for whose dropout `disable_dropout` would disable."""
-    if peft_config is not None and as_lora_config(peft_config).lora_dropout:
+def check_dropout(config: LoRAConfig | None) -> None:
+    """Raises a ValueError if an adapter has dropout, which `disable_dropout` would disable."""
+    if config is not None and config.lora_dropout:
         raise ValueError("disable_dropout=True would disable the adapter's lora_dropout; set one of them to 0")
 
 

@@ -183,9 +183,9 @@ class SFTTrainer(BaseTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: Any = None,
         preprocess_logits_for_metrics: Any = None,
+        quantization_config: Any = None,
         peft_config: Any = None,
         formatting_func: Callable[[Any], str] | None = None,
-        quantization_config: Any = None,
     ) -> None:
         given = locals()
         for name, why in REFUSED_ARGUMENTS.items():

@@ -27,6 +27,7 @@ from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
 from groupax.evaluation.items import ONLY_SET
 from groupax.events import Event, RolloutScored
+from groupax.models.lora import as_lora_config
 from groupax.objective.entropy import top_entropy_threshold
 from groupax.objective.losses import on_policy_tokens
 from groupax.training.step import router_loss_coef
@@ -80,16 +81,16 @@ class GRPOTrainer(BaseTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
         tools: Sequence[Any] | None = None,
-        environment_factory: Any = None,
         rollout_func: Any = None,
+        environment_factory: Any = None,
     ) -> None:
         name = Path(str(getattr(model, "name", model))).name
         self.args = args = args or self.CONFIG(f"{name}-{self.CONFIG.__name__.removesuffix('Config')}")
         check_overrides(self, GRPOTrainer)
         check_optimizers(optimizers)
         check_output_dir(args.output_dir)
-        if args.disable_dropout:
-            check_dropout(peft_config)
+        if args.disable_dropout and peft_config is not None:
+            check_dropout(as_lora_config(peft_config))
         num_devices = num_accelerators()
         policy = policy_of(model, args, quantization_config, peft_config, args.beta)
         self._agents = agents = Agents(tools, environment_factory)
@@ -131,6 +132,8 @@ class GRPOTrainer(BaseTrainer):
             rollout_func=self._rollout_function(rewards, examples),
             revise_line=None if type(self).log is GRPOTrainer.log else self._revise,
         )
+        if args.disable_dropout and self.native.model.adapter is not None:
+            check_dropout(self.native.model.adapter.config)
         self.native.eval_batch_size = args.per_device_eval_batch_size * num_devices
         self.reward_funcs = [*rewards, *map(owned_reward, agents.reward_classes)]
         self._finish(policy, has_eval_sets=bool(self.native.eval_prompts))
