@@ -281,7 +281,7 @@ class BaseTrainer:
         is_resumed = self._resume(resume_from_checkpoint)
         listener = self._callback_listener()
         self._listeners[:] = [self._trained, *self.WATCHES, listener]
-        self._choose_sampler()
+        self._check_sampler()
         if self.args.eval_on_start and not is_resumed:
             self.evaluate()
         result = self.native.train()
@@ -289,8 +289,8 @@ class BaseTrainer:
             self.push_to_hub()
         return TrainOutput(result.num_steps, listener.summary["train_loss"], {**result.metrics, **listener.summary})
 
-    def _choose_sampler(self) -> None:
-        """Prepares sampling, which not every trainer does."""
+    def _check_sampler(self) -> None:
+        """Checks that the model has no method that ought to sample; not every trainer samples."""
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """Evaluates the current policy on held-out data, and returns metrics by name.
@@ -307,7 +307,7 @@ class BaseTrainer:
             if eval_dataset not in sets:
                 raise ValueError(f"there is no evaluation set {eval_dataset!r}{nearest(eval_dataset, sets)}")
             eval_dataset = sets[eval_dataset]
-        self._choose_sampler()
+        self._check_sampler()
         metrics: dict[str, float] = {}
         for own in self._evaluations(eval_dataset, metric_key_prefix):
             self._callback_listener().evaluated(self.native.cursor.step, own)

@@ -10,10 +10,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from groupax.compat.trl.policy import ModelSampler
 from groupax.core.settings.sampling import SamplingParams
 from groupax.core.types import Metrics, Rollout, Row
-from groupax.engine.sequence import Sampler
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.events import TokenScores
 from groupax.parallel.preemption import PreemptionHandler
@@ -161,29 +159,11 @@ class TRLBatchTrainer(GRPOTrainer):
         # while a step takes rows of several rollouts: the state at its start, with the known shapes
         self._step_start: tuple[Cursor, Experience | None, list[Shape]] | None = None
         self._num_earlier = 0  # rows of earlier rollouts in the step
-        self._own_sampler: ModelSampler | None = None
         super().__init__(*arguments, **named)
-        self._sampler = self.collector.engine
 
     def make_schedule(self) -> TRLSchedule:
         """Returns TRL's schedule."""
         return self._schedule
-
-    def sample_with(self, generate: Callable[..., Any] | None) -> None:
-        """Samples rollouts and evaluations with a model's own `generate` from now on; None for the engine."""
-        if generate is None:
-            if self._own_sampler is not None:
-                self.collector.engine, self._own_sampler = self._sampler, None
-            return
-        pad_id = self.tokenizer.pad_token_id
-        pad_id = self.eos_ids[0] if pad_id is None else pad_id
-        self._own_sampler = ModelSampler(generate, self.engine, self.learner, self.args, pad_id)
-        self.collector.engine = self._own_sampler
-
-    @property
-    def eval_sampler(self) -> Sampler:
-        """The sampler of evaluations, which is the model's own `generate` if it has one."""
-        return self._own_sampler or super().eval_sampler
 
     @contextmanager
     def working(self, stop: PreemptionHandler) -> Iterator[None]:

@@ -1,31 +1,24 @@
-"""The model that a script hands to a trainer: what is trained, the object that shows it, its own `generate`."""
+"""The model that a script hands to a trainer: what is trained, and the object that shows it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from groupax.compat import hf
 from groupax.compat.fields import parse_mapping, warn
 from groupax.compat.trl.arguments import TrainingArguments
-from groupax.core.config import GRPOConfig
 from groupax.core.settings.fields import nearest
 from groupax.core.settings.optimizer import BaseWeights
 from groupax.core.storage.folders import at_revision
-from groupax.core.types import Row
-from groupax.engine.sequence import PolicySampler
-from groupax.engine.sequence import Sequence as Completion
 from groupax.events import Event, RunEnded, RunStarted, StepEnded
 from groupax.models.adapted import LowRank
 from groupax.models.lora import Adapter, LoRAConfig, as_lora_config
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
 from groupax.runs.trainer import Trainer
-from groupax.training.adapters import PolicyLearner
 
 _EXACT_DTYPES = ("float32", "auto", "None")  # with which TRL trains float32 weights, as groupax does
 
@@ -180,135 +173,18 @@ def _master_model(trainer: Trainer) -> Model:
     return model if model.adapter is not None else replace(model, params={**learner.untrained, **learner.state.params})
 
 
-LIBRARIES = ("transformers.", "peft.")  # whose own methods are no overrides
-
-
-def own_generate(model: Any) -> Callable[..., Any] | None:
-    """Returns the method `generate` of a model if a script has written it; None for that of a library."""
+def check_generate(model: Any) -> None:
+    """Raises a ValueError if a script has written the method `generate` of its model."""
     models = [model, model.get_base_model()] if hf.is_peft_model(model) else [model]
-    is_own = any("generate" in vars(each) or _is_overridden(type(each)) for each in models)
-    return model.generate if is_own else None
+    if any("generate" in vars(each) or _is_overridden(type(each)) for each in models):
+        raise ValueError(
+            "the model has a method generate of its own, which groupax would never call: sample with it in a "
+            "rollout_func of the trainer, or set use_vllm=True to sample with groupax's engine"
+        )
 
 
 def _is_overridden(cls: type) -> bool:
     function = getattr(cls, "generate", None)
     if function is None or function is hf.CausalLM.generate:
         return False
-    return not str(getattr(function, "__module__", "")).startswith(LIBRARIES)
-
-
-class ModelSampler:
-    """A sampler that calls a model's `generate` for all that it samples, in whole batches.
-
-    Args:
-        generate: The method.
-        engine: Engine of the run, which says how sequences start and end.
-        learner: Learner that computes log-probs of the completions.
-        settings: Settings of the run.
-        pad_id: Token for padding.
-    """
-
-    takes_whole_batches = True
-
-    def __init__(
-        self,
-        generate: Callable[..., Any],
-        engine: PolicySampler,
-        learner: PolicyLearner,
-        settings: GRPOConfig,
-        pad_id: int,
-    ) -> None:
-        self.generate, self.engine, self.learner = generate, engine, learner
-        self.settings, self.pad_id = settings, pad_id
-        self.sequences, self.release = engine.sequences, engine.release
-        self._waiting: list[Completion] = []
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """The weights of the engine; those of the model are the learner's."""
-        return self.engine.params
-
-    @params.setter
-    def params(self, params: dict[str, Any]) -> None:
-        self.engine.params = params
-
-    def session(self) -> "ModelSampler":
-        """Returns a session in which nothing waits."""
-        return ModelSampler(self.generate, self.engine, self.learner, self.settings, self.pad_id)
-
-    @property
-    def busy(self) -> bool:
-        """True while any sequence waits."""
-        return bool(self._waiting)
-
-    def submit(self, sequences: Iterable[Completion]) -> None:
-        """Adds unstarted sequences."""
-        self._waiting += sequences
-
-    def step(self) -> Iterator[tuple[Completion, int]]:
-        """Samples all completions and yields them.
-
-        Raises:
-            ValueError: The tensor that `generate` returns does not fit to the prompts.
-        """
-        rows, self._waiting = sorted(self._waiting, key=lambda row: (row.prompt_index, row.sample_index)), []
-        for row, tokens in zip(rows, self._completions(rows), strict=True):
-            ends = [index for index, token in enumerate(tokens) if token in row.stop_ids]
-            row.tokens = tokens[: ends[0] + 1 if ends else None][: row.params.max_tokens]
-            row.finish_reason = "stop" if row.tokens[-1] in row.stop_ids else "length"
-        logps = self._logps(rows)
-        for row, values in zip(rows, logps, strict=True):
-            row.policy_logps = row.sampler_logps = values.tolist()
-            row.versions = [0] * len(row.tokens)
-            yield row, len(row.tokens)
-
-    def close(self) -> None:
-        """Drops everything that waits."""
-        self._waiting = []
-
-    def _completions(self, rows: Sequence[Completion]) -> list[list[int]]:
-        import torch
-        from transformers import GenerationConfig
-
-        args = self.settings
-        longest = max(len(row.prompt) for row in rows)
-        ids = np.full((len(rows), longest), self.pad_id)
-        mask = np.zeros_like(ids)
-        for index, row in enumerate(rows):
-            ids[index, longest - len(row.prompt) :] = row.prompt
-            mask[index, longest - len(row.prompt) :] = 1
-        config = GenerationConfig(
-            max_new_tokens=args.max_completion_length,
-            do_sample=True,
-            pad_token_id=self.pad_id,
-            eos_token_id=list(rows[0].stop_ids),
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            min_p=args.min_p or None,
-            repetition_penalty=args.repetition_penalty,
-        )
-        with torch.no_grad():
-            inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
-            out = self.generate(**inputs, generation_config=config)
-        if out.ndim != 2 or len(out) != len(rows) or out.shape[1] <= longest:
-            raise ValueError(
-                f"the model's own generate returned {list(out.shape)} for {len(rows)} prompts of {longest} tokens; it "
-                "must return the prompts, each with a completion after it"
-            )
-        return out[:, longest:].tolist()
-
-    def _logps(self, sequences: Sequence[Completion]) -> list[np.ndarray]:
-        """Returns the log-probs of the completions' tokens under the policy."""
-        rows = [
-            Row(
-                group=index,
-                prompt=sequence.prompt,
-                completion=np.asarray(sequence.tokens, np.int32),
-                mask=np.ones(len(sequence.tokens), bool),
-                advantages=np.zeros(len(sequence.tokens), np.float32),
-                rollout_logp=np.zeros(len(sequence.tokens), np.float32),
-            )
-            for index, sequence in enumerate(sequences)
-        ]
-        return self.learner.logprobs(self.learner.policy, rows)[0]
+    return not str(getattr(function, "__module__", "")).startswith(("transformers.", "peft."))

@@ -17,7 +17,7 @@ from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig, OnlineConfig, RLOOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
 from groupax.compat.trl.layout import check_output_dir
-from groupax.compat.trl.policy import check_dropout, own_generate, policy_of
+from groupax.compat.trl.policy import check_dropout, check_generate, policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.compat.trl.streams import check_streams, evaluation_rows, is_stream, training_rows
 from groupax.core.settings.fields import nearest
@@ -156,9 +156,10 @@ class GRPOTrainer(BaseTrainer):
         rows = [trainer.prompts.examples[index] for index in trainer.collector.visited(first, num_prompts)]
         return self._agents.environments_of(rows, trainer.args.num_generations)
 
-    def _choose_sampler(self) -> None:
-        """Has the model sample itself, as in TRL, if the script has given it a method `generate` of its own."""
-        self.native.sample_with(None if self.args.use_vllm else own_generate(self.model))
+    def _check_sampler(self) -> None:
+        """Checks that the model has no method `generate` of its own, with which TRL would sample."""
+        if not self.args.use_vllm and self.rollout_func is None:
+            check_generate(self.model)
 
     def _pace(self) -> tuple[int, int]:
         """Returns the optimizer steps of an epoch, and the completions of a step."""
