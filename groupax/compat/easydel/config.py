@@ -36,11 +36,7 @@ CHECKPOINTING = {
 
 
 def named(value: Any, known: Any, setting: str) -> str:
-    """Returns the value of an enum member as lower-case text; None means "none".
-
-    Raises:
-        ValueError: The value is not one of `known`.
-    """
+    """Returns the value of an enum member as lower-case text; None means "none"."""
     names = [str(getattr(each, "value", each)) for each in known]
     text = str(getattr(value, "value", "none" if value is None else value)).lower()
     if text not in names:
@@ -146,11 +142,7 @@ class GRPOConfig(Arguments):
     tools: Any = None
 
     def to_native(self) -> Any:
-        """Returns the native config.
-
-        Raises:
-            ValueError: A setting is not supported by groupax.
-        """
+        """Returns the native config."""
         if self.max_training_steps == 0:
             raise ValueError("max_training_steps=0 trains nothing; leave it out to train for num_train_epochs")
         schedule = SCHEDULES[named(self.scheduler, SCHEDULES, "scheduler")]

@@ -89,15 +89,10 @@ class AutoEasyDeLModelForCausalLM:
             name_or_path, stored, mesh, weights, max_positions=max_positions, replicated=() if mesh is None else RULES
         )
         warn_replicated(model, "sharding_axis_dims")
-        if decoding_tp_of(model) > 1:
-            settings["decoding_tp"] = decoding_tp_of(model)
+        tp = model.mesh.shape["tp"]
+        if tp > 1 and not indivisible_dims(model.config, decoding_mesh(model.mesh, tp)):
+            settings["decoding_tp"] = tp
         return EasyDeLModel(model, settings)
-
-
-def decoding_tp_of(model: Model) -> int:
-    """Returns the tensor-parallel size for decoding: the mesh's tp, or 1 if the model is not divisible by it."""
-    tp = model.mesh.shape["tp"]
-    return 1 if indivisible_dims(model.config, decoding_mesh(model.mesh, tp)) else tp
 
 
 def config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:

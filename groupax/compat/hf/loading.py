@@ -94,10 +94,6 @@ def wrap_with_peft(model: Any, peft_config: Any, seed: int) -> Any:
         model: Model of transformers.
         peft_config: A `LoraConfig` of PEFT or of this package.
         seed: Seed of the adapter's weights, which PEFT draws from PyTorch's global state; that state is left as it was.
-
-    Raises:
-        ValueError: The config is not one, or is not supported by groupax.
-        ImportError: PEFT is not installed.
     """
     import torch  # which the model is of
 
@@ -120,9 +116,6 @@ def read_torch_model(model: Any) -> Model:
     """Returns the weights that a PyTorch model has now, through a temporary folder.
 
     A base that bitsandbytes has quantized is quantized again from the files that it was loaded from.
-
-    Raises:
-        ValueError: The model has an adapter that groupax cannot train.
     """
     if hasattr(model, "peft_config") and not is_peft_model(model):
         raise ValueError(
@@ -146,11 +139,7 @@ def read_torch_model(model: Any) -> Model:
 
 
 def _saved_adapter(model: Any, folder: Path) -> Path:
-    """Writes the active adapter, and returns its folder.
-
-    Raises:
-        ValueError: groupax cannot train it.
-    """
+    """Writes the active adapter, and returns its folder."""
     adapter = _adapter_name(model)
     model.save_pretrained(folder, selected_adapters=[adapter])
     own = folder if adapter == "default" else folder / adapter
@@ -312,9 +301,6 @@ def as_model(model: Any) -> str | Path | Model:
 
     Args:
         model: Folder, hub id, model of groupax or of `compat.hf`, or PyTorch model.
-
-    Raises:
-        ValueError: The model is none of these.
     """
     if isinstance(model, CausalLM):
         return model.model

@@ -77,13 +77,13 @@ def _dense(weight: Any) -> np.ndarray:
 
 
 def as_parameter(array: np.ndarray, is_trained: bool) -> Any:
-    """Returns a copy of a weight as a PyTorch parameter that refuses to be changed.
+    """Returns a copy of a weight as a PyTorch parameter that refuses to be changed."""
+    import torch
 
-    Raises:
-        ImportError: PyTorch is not installed.
-    """
+    is_half = array.dtype == jnp.bfloat16
+    tensor = torch.from_numpy(np.array(array).view(np.int16) if is_half else np.array(array))
     cls = _parameter_class()
-    return cls._make_subclass(cls, _as_torch(array), is_trained)
+    return cls._make_subclass(cls, tensor.view(torch.bfloat16) if is_half else tensor, is_trained)
 
 
 @cache
@@ -109,14 +109,6 @@ def _parameter_class() -> Any:
                 return function(*args, **(kwargs or {}))
 
     return ReadOnlyParameter
-
-
-def _as_torch(array: np.ndarray) -> Any:
-    import torch
-
-    if array.dtype == jnp.bfloat16:
-        return torch.from_numpy(np.array(array).view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(np.array(array))
 
 
 def save_policy(trainer: Any, folder: Any) -> None:
@@ -175,11 +167,7 @@ INERT = {
 
 
 def warn_inert(given: Mapping[str, Any], quiet: set[str], function: str) -> None:
-    """Warns about arguments without effect in groupax, except those in `quiet`.
-
-    Raises:
-        TypeError: An argument is unknown.
-    """
+    """Warns about arguments without effect in groupax, except those in `quiet`."""
     for name, value in given.items():
         if name in INERT:
             warn(f"{function}'s {name}={value!r} changes nothing in groupax: {INERT[name]}")
@@ -280,9 +268,6 @@ class CausalLM:
 
         Names are those of the checkpoint; with an adapter they are those of `peft.PeftModel`. Weights that are never
         trained, which transformers stores as buffers, are left out.
-
-        Raises:
-            ImportError: PyTorch is not installed.
         """
         for name, value, is_trained in parameters_of(self.model):
             if not name.endswith(CORRECTION_NAMES):
@@ -293,11 +278,7 @@ class CausalLM:
         return (parameter for _, parameter in self.named_parameters())
 
     def get_parameter(self, target: str) -> Any:
-        """Returns a copy of the weight of a name (see `named_parameters`).
-
-        Raises:
-            AttributeError: The model has no such weight.
-        """
+        """Returns a copy of the weight of a name (see `named_parameters`)."""
         tied = tied_name(self.model)
         name = tied[1] if tied and target == tied[0] else target
         for own, value, is_trained in parameters_of(self.model):

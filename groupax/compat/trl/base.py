@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 
 from groupax.compat import hf
-from groupax.compat.callbacks import CallbackListener, State
+from groupax.compat.callbacks import CallbackListener, State, write_json
 from groupax.compat.trl.arguments import torch_cpu
 from groupax.compat.trl.layout import TRAINER_STATE, TRLFolders, checkpoint_to_resume, folders_of, run_folder
 from groupax.compat.trl.policy import Policy, TrainedModel
@@ -25,7 +25,6 @@ from groupax.models.weights.saving import source_folders
 from groupax.parallel import processes
 from groupax.parallel.runtime import configure_jax
 from groupax.rewards.calls import check_name
-from groupax.rollouts.completions import json_numbers
 
 # Methods of TRL's trainer that groupax never calls, by what to do instead.
 _REFUSED_BY_REMEDY = {
@@ -363,11 +362,11 @@ class BaseTrainer:
         if not self.is_world_process_zero():
             return
         folder = self._report_folder()
-        _write(folder / f"{split}_results.json", metrics)
+        write_json(folder / f"{split}_results.json", metrics, indent=4)
         if combined:
             everything = folder / "all_results.json"
             earlier = json.loads(everything.read_text(encoding="utf-8")) if everything.is_file() else {}
-            _write(everything, {**earlier, **metrics})
+            write_json(everything, {**earlier, **metrics}, indent=4)
 
     def save_state(self) -> None:
         """Writes the state with the log's lines to `trainer_state.json` in `output_dir`."""
@@ -419,7 +418,3 @@ def num_accelerators() -> int:
     """Returns the device count that `per_device_train_batch_size` refers to; a process on CPU counts as one device."""
     configure_jax()
     return jax.process_count() if jax.default_backend() == "cpu" else jax.device_count()
-
-
-def _write(path: Path, metrics: Mapping[str, float]) -> None:
-    path.write_text(json.dumps(json_numbers(metrics), indent=4, sort_keys=True) + "\n", encoding="utf-8")

@@ -94,11 +94,7 @@ class TRLSchedule(UpdateSchedule):
         return super().updates_per_rollout // self.minibatches_per_step
 
     def prompts_per_epoch(self, num_examples: int) -> int:
-        """Returns the number of prompts that an epoch visits.
-
-        Raises:
-            ValueError: There are fewer prompts than a generation takes.
-        """
+        """Returns the number of prompts that an epoch visits."""
         if num_examples < self.prompts_per_rollout:
             raise ValueError(
                 f"the dataset has {num_examples} prompts and a generation takes {self.prompts_per_rollout} "

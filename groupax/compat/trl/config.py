@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from groupax.compat.fields import EVAL_SAMPLING, arguments, parse_mapping, scale_rewards, warn
 from groupax.compat.trl.arguments import TrainingArguments
@@ -81,14 +81,6 @@ _INERT = {
 class OnlineConfig(TrainingArguments):
     """The fields that TRL's `GRPOConfig` and `RLOOConfig` share."""
 
-    MAPPINGS: ClassVar[tuple[str, ...]] = (
-        *TrainingArguments.MAPPINGS,
-        "model_init_kwargs",
-        "generation_kwargs",
-        "chat_template_kwargs",
-        "transformers_continuous_batching_config",
-    )
-
     learning_rate: float = 1e-6
     model_init_kwargs: dict[str, Any] | str | None = None
     router_aux_loss_coef: float | None = None
@@ -126,11 +118,7 @@ class OnlineConfig(TrainingArguments):
     log_completions: bool = False
 
     def batches(self, num_devices: int = 1) -> tuple[int, int, int]:
-        """Returns the completions of a micro-batch on all devices, and the micro-batches of a step and a generation.
-
-        Raises:
-            ValueError: The settings are inconsistent.
-        """
+        """Returns the completions of a micro-batch on all devices, and the micro-batches of a step and a generation."""
         for name in COUNTS:
             value = getattr(self, name)
             if value != self.FIELDS.defaults[name] and not (isinstance(value, int) and 1 <= value <= MAX_COUNT):

@@ -29,9 +29,6 @@ class Pool:
 
     Args:
         factories: Functions that create environments, by name.
-
-    Raises:
-        ValueError: An environment has no method `reset`.
     """
 
     def __init__(self, factories: Mapping[str, Callable[[], Any]]) -> None:
@@ -89,9 +86,6 @@ class Agents:
         names: Names of the environments.
         is_routed: Whether the column `environment` chooses the environment.
         pool: The environments; None without any.
-
-    Raises:
-        ValueError: An environment has no method `reset`.
     """
 
     def __init__(self, tools: Sequence[Callable[..., Any]] | None, environment_factory: Any) -> None:
@@ -145,9 +139,6 @@ class Agents:
             dataset: The training dataset; None if the environment brings the prompts.
             max_steps: Number of optimizer steps, if it is set.
             num_prompts: Number of prompts of a rollout.
-
-        Raises:
-            ValueError: There is no dataset, and no single environment with a number of steps.
         """
         if dataset is not None:
             return (dataset, True) if self.pool is None else with_prompts(dataset)
@@ -260,11 +251,7 @@ def _returning_text(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _text_of(result: Any) -> Any:
-    """Returns the text of a tool's result; a `Step` remains one.
-
-    Raises:
-        ValueError: It has parts that are no texts, which the model cannot read.
-    """
+    """Returns the text of a tool's result; a `Step` remains one."""
     if isinstance(result, Step):
         return result
     is_content = isinstance(result, list) and bool(result)

@@ -59,8 +59,6 @@ class SFTConfig(TrainingArguments):
         ValueError: A field cannot be honoured.
     """
 
-    MAPPINGS: ClassVar[tuple[str, ...]] = (*TrainingArguments.MAPPINGS, "model_init_kwargs")
-
     learning_rate: float = 2e-5
     data_seed: int | None = None
     dataloader_drop_last: bool = False
@@ -233,11 +231,7 @@ class SFTTrainer(BaseTrainer):
         return self._rows(dataset)
 
     def _rows(self, dataset: Any) -> Any:
-        """Returns a dataset as the native trainer takes it, with formatted texts.
-
-        Raises:
-            ValueError: It is a stream.
-        """
+        """Returns a dataset as the native trainer takes it, with formatted texts."""
         if dataset is None or isinstance(dataset, (str, Path)):
             return dataset
         if is_stream(dataset):

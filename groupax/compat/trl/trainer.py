@@ -6,9 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
-import numpy as np
-
 from groupax.compat import hf
 from groupax.compat.fields import warn
 from groupax.compat.trl.arguments import TrainingArguments
@@ -28,8 +25,6 @@ from groupax.data.tokenizer import load_tokenizer
 from groupax.evaluation.items import ONLY_SET
 from groupax.events import Event, RolloutScored
 from groupax.models.lora import as_lora_config
-from groupax.objective.entropy import top_entropy_threshold
-from groupax.objective.losses import on_policy_tokens
 from groupax.training.step import router_loss_coef
 
 logger = logging.getLogger(__name__)
@@ -211,24 +206,6 @@ class GRPOTrainer(BaseTrainer):
         learner = self.native.learner
         return bool(learner.config.experts) and router_loss_coef(learner.config, learner.settings.objective) != 0
 
-    def get_high_entropy_mask(self, entropies: Any, mask: Any, threshold: float) -> Any:
-        """Returns which tokens of a mask, [B, T], have an entropy of at least a quantile of all of them."""
-        counted = mask.bool()
-        bound = top_entropy_threshold([entropies[counted].float().cpu().numpy()], 1.0 - threshold)
-        return (entropies >= entropies.new_tensor(bound)) & counted
-
-    @staticmethod
-    def get_off_policy_mask(
-        advantages: Any, per_token_logps: Any, sampling_per_token_logps: Any, mask: Any, off_policy_threshold: float
-    ) -> Any:
-        """Returns 1 for the rows of PyTorch's tensors that `off_policy_mask_threshold` keeps, 0 for others, [B, 1]."""
-        given = advantages, per_token_logps, sampling_per_token_logps, mask
-        advantage, policy, sampled, counted = (jnp.asarray(each.detach().cpu().numpy()) for each in given)
-        sampled = jnp.where(jnp.isnan(sampled), policy, sampled)  # what is unknown has not drifted
-        advantage = jnp.broadcast_to(advantage, policy.shape)
-        kept = on_policy_tokens(policy, sampled, advantage, counted != 0, off_policy_threshold)
-        return mask.new_tensor(np.asarray(kept[:, :1]), dtype=mask.dtype)
-
 
 class RLOOTrainer(GRPOTrainer):
     """TRL's trainer of REINFORCE with a leave-one-out baseline, with the arguments of `GRPOTrainer`."""
@@ -237,11 +214,7 @@ class RLOOTrainer(GRPOTrainer):
 
 
 def _one_per_reward(tokenizers: Any, num_rewards: int) -> list[Any]:
-    """Returns the tokenizers of reward models as a list, None for those that are not given.
-
-    Raises:
-        ValueError: There are more or fewer of them than reward functions.
-    """
+    """Returns the tokenizers of reward models as a list, None for those that are not given."""
     if tokenizers is None:
         return [None] * num_rewards
     each = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]
