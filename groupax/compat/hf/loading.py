@@ -88,13 +88,7 @@ def is_peft_model(model: Any) -> bool:
 
 
 def wrap_with_peft(model: Any, peft_config: Any, seed: int) -> Any:
-    """Returns the PyTorch model with a new adapter, wrapped by PEFT.
-
-    Args:
-        model: Model of transformers.
-        peft_config: A `LoraConfig` of PEFT or of this package.
-        seed: Seed of the adapter's weights, which PEFT draws from PyTorch's global state; that state is left as it was.
-    """
+    """Returns the PyTorch model with a new adapter of PEFT, drawn by the seed; PyTorch's state stays as it was."""
     import torch  # which the model is of
 
     try:
@@ -181,7 +175,8 @@ class TorchWeights:
             specs = adapter_specs(model.config, model.adapter.config)
         self._specs = specs
         found = dict(torch_model.named_parameters())
-        names = {name: self._parameter_name(name, found) for name in _tensor_names(specs)}
+        in_files = dict.fromkeys(name for spec in jax.tree.leaves(specs) for name in spec.tensor_names)
+        names = {name: self._parameter_name(name, found) for name in in_files}
         if missing := [name for name, own in names.items() if not own]:
             raise ValueError(
                 f"transformers stores weights otherwise than their files do ({', '.join(missing[:3])}, ...), as "
@@ -231,10 +226,6 @@ class TorchWeights:
         with torch.no_grad():
             for name, parameter in self._by_name.items():
                 parameter.copy_(torch.from_numpy(np.array(tensors[name], np.float32)))
-
-
-def _tensor_names(specs: Any) -> list[str]:
-    return list(dict.fromkeys(name for spec in jax.tree.leaves(specs) for name in spec.tensor_names))
 
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -166,13 +166,16 @@ INERT = {
 }
 
 
-def warn_inert(given: Mapping[str, Any], quiet: set[str], function: str) -> None:
-    """Warns about arguments without effect in groupax, except those in `quiet`."""
+def warn_inert(
+    given: Mapping[str, Any], quiet: Collection[str], function: str, inert: Mapping[str, str] = INERT
+) -> None:
+    """Warns about arguments without effect in groupax, except those in `quiet`, and refuses unknown ones."""
     for name, value in given.items():
-        if name in INERT:
-            warn(f"{function}'s {name}={value!r} changes nothing in groupax: {INERT[name]}")
-        elif name not in quiet:
-            raise TypeError(f"{function} has no argument {name!r}{nearest(name, INERT)}")
+        if name in quiet:
+            continue
+        if name not in inert:
+            raise TypeError(f"{function} has no argument {name!r}{nearest(name, (*inert, *quiet))}; leave it out")
+        warn(f"{function}'s {name}={value!r} changes nothing in groupax: {inert[name]}")
 
 
 # Arguments of `generate` that a model's generation_config.json may set, with transformers' defaults.
@@ -406,7 +409,7 @@ class CausalLM:
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, **inert: Any) -> str:
         """Uploads the model to the Hugging Face hub and returns its URL."""
-        warn_inert(inert, {"token", "commit_message", "safe_serialization"}, "push_to_hub")
+        warn_inert(inert, {"commit_message", "safe_serialization"}, "push_to_hub")
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name) / repo_id.rpartition("/")[2]
             self.save_pretrained(folder)

@@ -141,7 +141,11 @@ class BaseTrainer:
         if not is_remote(where):  # absolute, since a reward may change the working directory
             where = str(Path(where).expanduser().absolute())
         self._output_dir = where
-        self.state = State(num_train_epochs=math.ceil(args.num_train_epochs), logging_steps=settings.logging_steps)
+        self.state = State(
+            num_train_epochs=math.ceil(args.num_train_epochs),
+            logging_steps=settings.logging_steps,
+            is_world_process_zero=processes.is_primary(),
+        )
         self.callbacks = list(callbacks or [])
         self._listeners: list[Any] = []
         self._listener: CallbackListener | None = None
@@ -269,6 +273,7 @@ class BaseTrainer:
         self.native.args = replace(self.native.args, resume=chosen)
         if (state := Path(chosen) / TRAINER_STATE).is_file():
             self.state.load_json(state)
+            self.state.is_world_process_zero = processes.is_primary()
         return chosen != "never"
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
@@ -318,11 +323,7 @@ class BaseTrainer:
         raise NotImplementedError
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Writes the current policy, or its adapter, and the tokenizer; other files in the folder are kept.
-
-        Args:
-            output_dir: Folder to write to; by default that of the settings.
-        """
+        """Writes the current policy, or its adapter, and the tokenizer; other files in the folder are kept."""
         if output_dir is None and is_remote(self._output_dir):
             self.native.save_model()
         else:
@@ -330,7 +331,7 @@ class BaseTrainer:
 
     def push_to_hub(self, **inert: Any) -> str:
         """Uploads the current policy as `hub_model_id`, by default the name of `output_dir`."""
-        hf.warn_inert(inert, {"commit_message", "blocking", "token", "dataset_name", "tags"}, "push_to_hub")
+        hf.warn_inert(inert, {"commit_message", "blocking", "dataset_name", "tags"}, "push_to_hub")
         repo_id = self.args.hub_model_id or Path(self._output_dir).name
         return push_folder(self.native.save_model(), repo_id, private=bool(self.args.hub_private_repo))
 
@@ -340,12 +341,7 @@ class BaseTrainer:
     # -- reports
 
     def log_metrics(self, split: str, metrics: Mapping[str, float]) -> None:
-        """Prints metrics.
-
-        Args:
-            split: What they are about, e.g. "train" or "eval".
-            metrics: Values by name.
-        """
+        """Prints metrics of "train" or "eval"."""
         if self.is_world_process_zero():
             print(f"***** {split} metrics *****")
             for name, value in sorted(metrics.items()):
@@ -384,9 +380,6 @@ class BaseTrainer:
 def check_overrides(trainer: Any, base: type) -> None:
     """Checks that every method of TRL's trainer that a subclass overrides takes part in the run.
 
-    Args:
-        trainer: Trainer, whose class may be a subclass.
-        base: The class of groupax.
 
     Raises:
         ValueError: An override would never be called; names the class, the method and what to do instead.

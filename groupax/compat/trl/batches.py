@@ -27,20 +27,13 @@ from groupax.training.packing import Shape
 from groupax.training.step import ROUTER_LOSS
 
 
-def with_trl_metrics(trainer: Any, evaluation: Evaluation) -> Evaluation:
-    """Returns an evaluation with the metrics that TRL has and groupax has not.
-
-    They are the loss of the objective with the metrics of an update, and the spread of the rewards.
-    """
-    return Evaluation({name: _with_trl_metrics(trainer, each) for name, each in evaluation.sets.items()})
-
-
 def with_trl_names(metrics: Metrics) -> Metrics:
     """Returns the metrics of an update, with those too that TRL calls otherwise under its names."""
     return {**metrics, "aux_loss": metrics[ROUTER_LOSS]} if ROUTER_LOSS in metrics else metrics
 
 
-def _with_trl_metrics(trainer: Any, evaluation: SetEvaluation) -> SetEvaluation:
+def with_trl_metrics(trainer: Any, evaluation: SetEvaluation) -> SetEvaluation:
+    """Returns an evaluation with the loss and the other metrics of an update, and the spread of the rewards."""
     rollouts = [rollout for group in evaluation.groups for rollout in group]
     settings, names = trainer.args, [reward.name for reward in trainer.rewards]
     advantages = advantages_of(rollouts, names, trainer.reward_weights, evaluation.params.n, settings)
@@ -174,7 +167,8 @@ class TRLBatchTrainer(GRPOTrainer):
         n = (params or eval_params(self.args)).n
         self.reward_runner.groups_per_call = self.eval_batch_size and max(1, self.eval_batch_size // n)
         try:
-            return with_trl_metrics(self, super().evaluate(params, eval_dataset))
+            sets = super().evaluate(params, eval_dataset).sets
+            return Evaluation({name: with_trl_metrics(self, each) for name, each in sets.items()})
         finally:
             self.reward_runner.groups_per_call = None
 

@@ -121,11 +121,7 @@ class Agents:
         return [each for each in dict.fromkeys(classes) if callable(getattr(each, "get_reward", None))]
 
     def environments(self, has_prompts: bool) -> Any:
-        """Returns the environments as groupax takes them; None without any.
-
-        Args:
-            has_prompts: Whether the dataset has a column `prompt`, which `reset` then receives too.
-        """
+        """Returns the environments as groupax takes them, which see a column `prompt` if there is one; or None."""
         if self.pool is None:
             return None
         dropped = {*(() if has_prompts else ("prompt",)), *(("environment",) if self.is_routed else ())}
@@ -165,7 +161,7 @@ class Agents:
         if self.pool is None or dataset is None:
             return dataset
         if isinstance(dataset, Mapping):
-            return {name: with_prompts(each)[0] for name, each in dataset.items()}
+            return {name: self.eval_rows(each) for name, each in dataset.items()}
         return with_prompts(dataset)[0]
 
 
@@ -202,13 +198,7 @@ def _tools_of(environment_class: type) -> dict[str, TextTool]:
 
 
 def _as_class(name: str, pool: Pool, dropped: set[str]) -> EnvironmentClass:
-    """Returns an environment of TRL as one of groupax.
-
-    Args:
-        name: Its name.
-        pool: Environments that were created.
-        dropped: Columns that `reset` does not receive.
-    """
+    """Returns an environment of TRL as one of groupax, whose `reset` does not receive dropped columns."""
     cls = type(pool.first(name))
     gives_reward = callable(getattr(cls, "get_reward", None))
 

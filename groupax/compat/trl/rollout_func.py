@@ -18,13 +18,7 @@ REQUIRED = ("completion_ids", "logprobs", "prompt_ids")
 
 
 def as_rollout_function(rollout_func: Callable[..., Any], trainer: Any, columns: Sequence[str]) -> RolloutFunction:
-    """Returns TRL's `rollout_func` as groupax takes it.
-
-    Args:
-        rollout_func: The function.
-        trainer: The trainer that it receives, whose `rollout_request` is what it is to sample, while it runs.
-        columns: Columns that reward functions expect of it.
-    """
+    """Returns TRL's `rollout_func` as groupax takes it; the trainer has the request while the function runs."""
 
     def sample(request: RolloutRequest) -> list[Trajectory]:
         prompts = [copy.deepcopy(row["prompt"]) for row in request.examples for _ in range(request.params.n)]
