@@ -126,7 +126,7 @@ def test_environments_have_their_own_prompts_and_the_results_are_the_texts_of_tr
     contents = [row.example["prompt"][-1]["content"] for row in group]
     assert contents[0] != contents[1]
     assert all(each.startswith("goCounter") for each in contents)
-    assert [row.environment for row in group] == (agents.pool and agents.pool.of(["Counter"], 2))
+    assert [row.environment for row in group] == agents.pool.of(["Counter"], 2)
     assert [message["content"] for message in group[0].messages or ()][1] == "{'total': 1}"
     assert list(agents.environments(False).tools) == ["act", "wait"]
 

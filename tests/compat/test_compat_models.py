@@ -11,7 +11,6 @@ from groupax.compat import hf, trl
 from groupax.compat.fields import CompatWarning
 from groupax.compat.hf.loading import read_torch_model
 from groupax.compat.trl.policy import policy_of
-from groupax.models.weights.quantize import is_quantized
 from tests.training.test_trainer import PROMPTS, count_a
 
 from .conftest import a_config
@@ -205,15 +204,12 @@ def test_the_given_model_of_compat_is_trained_in_place(folder, tmp_path):
     np.testing.assert_array_equal(saved, trainer.native.model.params["embed"])
 
 
-def test_a_base_is_quantized_while_the_native_trainer_loads_it(folder, tmp_path):
+def test_a_base_is_quantized_unless_it_is_loaded_already(folder, tmp_path):
     config, lora = hf.BitsAndBytesConfig(load_in_8bit=True), hf.LoraConfig(r=2)
-    args = a_config(tmp_path)
-    trainer = trl.GRPOTrainer(str(folder), count_a, args, PROMPTS, quantization_config=config, peft_config=lora)
-    assert trainer.native.args.base_weights == "int8"
-    assert is_quantized(trainer.native.model.params)
+    assert policy_of(str(folder), a_config(tmp_path), config, lora).weights == "int8"
     loaded = hf.AutoModelForCausalLM.from_pretrained(folder)
     with pytest.warns(CompatWarning, match="quantization_config changes nothing: the model is already loaded"):
-        assert policy_of(loaded, args, config, lora).weights == "same"
+        assert policy_of(loaded, a_config(tmp_path), config, lora).weights == "same"
 
 
 def test_a_reference_with_another_meaning_than_trls_is_refused(folder, tmp_path):

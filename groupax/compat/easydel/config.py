@@ -81,12 +81,7 @@ _INERT = {
     },
 )
 class GRPOConfig(Arguments):
-    """EasyDeL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
-
-    Raises:
-        TypeError: A setting is unknown.
-        ValueError: A setting cannot be honoured.
-    """
+    """EasyDeL's config. A setting without effect in groupax is accepted with a warning that gives the reason."""
 
     model_name: str = "GRPOTrainer"
     save_directory: Any = "EasyDeL-Checkpoints"

@@ -12,8 +12,15 @@ import jax
 
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State, write_json
-from groupax.compat.trl.arguments import torch_cpu
-from groupax.compat.trl.layout import TRAINER_STATE, TRLFolders, checkpoint_to_resume, folders_of, run_folder
+from groupax.compat.trl.arguments import TrainingArguments, torch_cpu
+from groupax.compat.trl.layout import (
+    TRAINER_STATE,
+    TRLFolders,
+    check_output_dir,
+    checkpoint_to_resume,
+    folders_of,
+    run_folder,
+)
 from groupax.compat.trl.policy import Policy, TrainedModel
 from groupax.core.settings.fields import nearest
 from groupax.core.storage.buckets import is_remote
@@ -114,6 +121,7 @@ class BaseTrainer:
         eval_dataset: Evaluation set or sets that the trainer was given.
     """
 
+    CONFIG: ClassVar[type[TrainingArguments]]
     # Methods that subclasses may not override, with what to do instead.
     REFUSED_OVERRIDES: ClassVar[Mapping[str, str]] = REFUSED
     # Listeners of the native trainer besides those that call callbacks and show the model.
@@ -134,6 +142,19 @@ class BaseTrainer:
                 f"{name} of {type(self).__name__} is assigned, which groupax would never call: {REFUSED[name]}"
             )
         super().__setattr__(name, value)
+
+    def _check(self, base: type, model: Any, args: Any, optimizers: tuple[Any, Any]) -> Any:
+        """Returns the settings, after the checks of a trainer's arguments that need no model."""
+        name = Path(str(getattr(model, "name", model))).name
+        self.args = args = args or self.CONFIG(f"{name}-{self.CONFIG.__name__.removesuffix('Config')}")
+        check_overrides(self, base)
+        if any(each is not None for each in optimizers):
+            raise ValueError(
+                "optimizers of PyTorch cannot train weights of JAX: set optim, learning_rate, weight_decay and "
+                "lr_scheduler_type in the config"
+            )
+        check_output_dir(args.output_dir)
+        return args
 
     def _prepare(self, args: Any, settings: Any, callbacks: Sequence[Any] | None) -> Any:
         """Sets the state, and returns settings with the layout of folders."""
@@ -396,15 +417,6 @@ def check_overrides(trainer: Any, base: type) -> None:
                 f"{type(trainer).__name__} overrides {name}, which groupax calls in no run of its own, and {setting} "
                 f"is {value!r}: set {setting}='no', and {remedy}"
             )
-
-
-def check_optimizers(optimizers: tuple[Any, Any]) -> None:
-    """Raises a ValueError if a script gives an optimizer or a scheduler of PyTorch."""
-    if any(each is not None for each in optimizers):
-        raise ValueError(
-            "optimizers of PyTorch cannot train weights of JAX: set optim, learning_rate, weight_decay and "
-            "lr_scheduler_type in the config"
-        )
 
 
 def num_accelerators() -> int:

@@ -3,17 +3,15 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 from groupax.compat import hf
 from groupax.compat.fields import warn
 from groupax.compat.trl.arguments import TrainingArguments
-from groupax.compat.trl.base import BaseTrainer, check_optimizers, check_overrides, num_accelerators
+from groupax.compat.trl.base import BaseTrainer, num_accelerators
 from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig, OnlineConfig, RLOOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
-from groupax.compat.trl.layout import check_output_dir
 from groupax.compat.trl.policy import check_dropout, check_generate, policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.compat.trl.streams import check_streams, evaluation_rows, is_stream, training_rows
@@ -79,11 +77,7 @@ class GRPOTrainer(BaseTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        name = Path(str(getattr(model, "name", model))).name
-        self.args = args = args or self.CONFIG(f"{name}-{self.CONFIG.__name__.removesuffix('Config')}")
-        check_overrides(self, GRPOTrainer)
-        check_optimizers(optimizers)
-        check_output_dir(args.output_dir)
+        args = self._check(GRPOTrainer, model, args, optimizers)
         if args.disable_dropout and peft_config is not None:
             check_dropout(as_lora_config(peft_config))
         num_devices = num_accelerators()
@@ -124,7 +118,8 @@ class GRPOTrainer(BaseTrainer):
             self._listeners,
             tools=agents.tools,
             environments=agents.environments(has_prompts),
-            rollout_func=self._rollout_function(rewards, examples),
+            rollout_func=rollout_func
+            and as_rollout_function(rollout_func, self, expected_columns(rewards, list(examples[0]))),
             revise_line=None if type(self).log is GRPOTrainer.log else self._revise,
         )
         if args.disable_dropout and self.native.model.adapter is not None:
@@ -160,11 +155,6 @@ class GRPOTrainer(BaseTrainer):
         """Returns the optimizer steps of an epoch, and the completions of a step."""
         schedule = self.native.schedule
         return schedule.num_steps(len(self.native.prompts), 1, -1), schedule.rows_per_step
-
-    def _rollout_function(self, rewards: Sequence[Any], examples: Any) -> Any:
-        if self.rollout_func is None:
-            return None
-        return as_rollout_function(self.rollout_func, self, expected_columns(rewards, list(examples[0])))
 
     def _evaluations(self, dataset: Any, prefix: str) -> list[dict[str, float]]:
         """Returns the metrics of each set, whose prompts have `num_generations_eval` completions."""
