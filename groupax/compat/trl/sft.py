@@ -155,7 +155,7 @@ class SFTTrainer(BaseTrainer):
     def __init__(
         self,
         model: Any,
-        args: SFTConfig | None = None,
+        args: Any = None,
         data_collator: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
