@@ -90,11 +90,6 @@ class RewardRunner:
     def state(self, state: TrainerState) -> None:
         self._own.trainer_state = state
 
-    @property
-    def groups(self) -> list[list[Rollout]]:
-        """This thread's groups since its last `finish`."""
-        return self._own.groups
-
     def start(self, group: Sequence[Rollout]) -> None:
         """Starts to score a group and returns at once. Of several processes each scores its share of the groups."""
         self._own.groups.append(list(group))

@@ -309,6 +309,11 @@ def test_programs_with_the_flags_of_documents(base_model, tmp_path, monkeypatch,
     assert {*named, "pass@4"} <= set(line)
 
 
+def test_a_flag_of_documents_has_no_other_forms(capsys):
+    assert gsm8k_grpo.main(["--use_wandb=false"]) != 0
+    assert "there is no flag --use_wandb" in capsys.readouterr().err
+
+
 SHAPES = (
     Shape(0, "red", "circle", 5, (0, 0)),
     Shape(4, "blue", "square", 7, (0, 0)),
