@@ -11,7 +11,6 @@ from typing import Any
 
 from groupax import GRPOConfig, GRPOTrainer
 from groupax.recipes import load_recipe
-from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints.saver import RunSaver
 
 SAVE_STEPS = 10
@@ -25,9 +24,9 @@ def run(folder: str, **settings: Any) -> tuple[float, float, int]:
     waits: list[float] = []
     save = RunSaver.save
 
-    def timed(self: RunSaver, cursor: Cursor, experience: Experience | None) -> None:
+    def timed(self: RunSaver) -> None:
         begun_s = time.perf_counter()
-        save(self, cursor, experience)
+        save(self)
         waits.append(time.perf_counter() - begun_s)
 
     RunSaver.save = timed

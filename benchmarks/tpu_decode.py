@@ -3,8 +3,7 @@
 They are those that XLA counts, of the program as it runs and of the same program compiled without a place for arrays in
 the chip's own memory. In the first one, weights that are prefetched into that memory count up to four times, and so
 does what never leaves it, so that only the second one can be compared with what a step has to read: all weights, keys
-and values once. XLA counts for the attention kernel what it states, the work if all columns are visible. libtpu has to
-be in build/libtpu (see `groupax plan --help`).
+and values once. libtpu has to be in build/libtpu (see `groupax plan --help`).
 """
 
 import argparse

@@ -38,7 +38,7 @@ const look = () => html.dataset.step === before ? requestAnimationFrame(look)
   : requestAnimationFrame(() => done(performance.now() - begun));
 document.body.dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true }));
 look();"""
-VIEWS = ["overview", "runs", "curves", "distributions", "time", "rollouts", "prompts", "evaluations", "settings"]
+VIEWS = ["overview", "runs", "curves", "time", "rollouts", "prompts", "evaluations", "settings"]
 # The milliseconds until the first hits of a search in all steps are on the page, and until it ends.
 SEARCHED = """const [text, done] = arguments, field = document.querySelector('main input[name="search"]');
 const begun = performance.now();

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from groupax.satellites.environments.openenv import openenv as openenv
     from groupax.satellites.environments.program import program as program
     from groupax.satellites.environments.python_tool import python_tool as python_tool
-    from groupax.satellites.environments.verifiers_v0 import verifiers as verifiers
     from groupax.satellites.replay.bisect import bisect_run as bisect_run
     from groupax.satellites.replay.session import replay_step as replay_step
     from groupax.sft import SFTResult as SFTResult
@@ -74,7 +73,6 @@ _HOME = {
     "save_model": "groupax.models.weights.saving",
     "tool": "groupax.tools.tool",
     "trace_reward": "groupax.episodes.traces",
-    "verifiers": "groupax.satellites.environments.verifiers_v0",
 }
 
 __all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]

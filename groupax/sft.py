@@ -7,7 +7,7 @@ log, save   events to every sink, checkpoints                                   
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,14 @@ from groupax.events import Listener, PhaseAdvanced, PhaseStarted, StepStarted
 from groupax.models.weights.checkpoint import Model
 from groupax.objective.losses import SUPERVISED_LOSSES, find_loss, zero_metrics
 from groupax.rollouts.state import Cursor
-from groupax.runs.build import lora_for, model_for, tokenizer_for
+from groupax.runs.build import check_datasets, lora_for, model_for, tokenizer_for
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, identity_of
 from groupax.runs.checkpoints.saver import remove_download
 from groupax.runs.diagnostics import Diagnose, supervised_diagnostics
 from groupax.runs.header import data_name, memory_facts, model_facts, recomputation
 from groupax.runs.log import RunLog
-from groupax.runs.model_card import SFT, Trained, license_of, read_card, run_card
+from groupax.runs.model_card import SFT, run_card
 from groupax.runs.progress.display import Progress, headline_text, result_html, short_number
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.trainer import Description, Trainer, make_learner
@@ -55,8 +55,7 @@ class SFTResult:
 
     Attributes:
         num_steps: Optimizer steps.
-        train_seconds: Wall time of the loop with evaluations and checkpoints, without loading and saving the model,
-            including that of earlier processes of the run.
+        train_seconds: Wall time of the loop, as in `TrainResult`.
         metrics: Metrics of the last logged step.
     """
 
@@ -66,8 +65,7 @@ class SFTResult:
 
     def __repr__(self) -> str:
         """Returns the main figures in one line."""
-        figures = f"{self.num_steps:,} steps in {self.train_seconds:.1f} s"
-        return f"<SFTResult: {figures}, {headline_text(self.metrics)}>"
+        return f"<SFTResult: {self.num_steps:,} steps in {self.train_seconds:.1f} s, {headline_text(self.metrics)}>"
 
     def _repr_html_(self) -> str:
         """Returns the result as a table, for notebooks."""
@@ -76,18 +74,14 @@ class SFTResult:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The losses of a model on its evaluation sets.
+    """The losses of a model on its evaluation sets: mean loss and entropy over the learned tokens of each, in nats.
 
-    Attributes:
-        metrics: Mean loss and entropy over the learned tokens of each set, in nats. If the sets have names, they
-            precede those of the metrics.
-        sets: Empty: there are no completions.
-        errors: Empty: there are no rewards.
+    If the sets have names, they precede those of the metrics.
     """
 
     metrics: Metrics
-    sets: Mapping[str, Any] = field(default_factory=dict)
-    errors: Mapping[str, str] = field(default_factory=dict)
+    sets: Mapping[str, Any] = field(default_factory=dict)  # empty: there are no completions
+    errors: Mapping[str, str] = field(default_factory=dict)  # empty: there are no rewards
 
     def __repr__(self) -> str:
         """Returns the metrics in one line."""
@@ -139,10 +133,7 @@ class SFTTrainer(Trainer):
         settings = learner_settings(args)
         zero_metrics(settings.objective)
         lora = lora_for(args, peft_config)
-        if train_dataset is None:
-            raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")
-        if args.eval_steps and eval_dataset is None:
-            raise ValueError(f"eval_steps is {args.eval_steps}, but there is no eval_dataset")
+        check_datasets(args, train_dataset, eval_dataset)
         self.emit(PhaseStarted("loading the model"))
         self.start_model = model_for(args, model, lora)
         self.tokenizer = tokenizer_for(args, self.start_model, processing_class)
@@ -331,27 +322,11 @@ class SFTTrainer(Trainer):
 
     def card(self) -> str:
         """Returns the card of the model."""
-        adapter = self.start_model.adapter
-        trained = Trained(
-            self.args,
-            adapter.base_name if adapter else self.start_model.name,
-            None if adapter is None else asdict(adapter.config),
-            self.dataset_name,
-            (),
-            self.cursor.step,
-            self.last_metrics,
-            is_chat=bool(getattr(self.tokenizer, "chat_template", None)),
-            license_id=license_of(read_card(self.start_model.source)),
-        )
-        return run_card(trained, SFT)
+        return run_card(self.trained(is_chat=bool(getattr(self.tokenizer, "chat_template", None))), SFT)
 
 
 def learner_settings(args: SFTConfig) -> LearnerSettings:
-    """Returns the settings of updates: the loss is an objective in which every token has the advantage 1.
-
-    Raises:
-        ValueError: there is no such loss.
-    """
+    """Returns the settings of updates: the loss is an objective in which every token has the advantage 1."""
     return args.part(
         LearnerSettings,
         objective=args.part(ObjectiveSettings, loss_type=find_loss(args.loss_type, SUPERVISED_LOSSES)),

@@ -8,7 +8,7 @@ log, save   events to every sink, checkpoints                                   
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from groupax.core.errors import RewardError
 from groupax.core.settings.sampling import SamplingParams
 from groupax.core.storage.buckets import is_remote
 from groupax.core.types import Metrics, Prompt, PromptImages, Row
-from groupax.data.examples import Examples, describe_source
+from groupax.data.examples import Examples, describe_source, load_examples
 from groupax.data.prompts import PromptSet
 from groupax.data.tokenizer import eos_token_ids, is_conversational
 from groupax.engine.plan import Demand
@@ -39,8 +39,8 @@ from groupax.rollouts.pipeline import Pipeline, Policy
 from groupax.rollouts.state import Cursor, Experience, UpdateSchedule, update_schedule
 from groupax.runs.build import (
     check_adapters,
-    check_objective,
-    check_processes,
+    check_datasets,
+    check_settings,
     engine_for,
     eval_params,
     eval_sets,
@@ -52,7 +52,6 @@ from groupax.runs.build import (
     rules_for,
     sampler_for,
     tokenizer_for,
-    train_examples,
 )
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, identity_of
@@ -67,9 +66,9 @@ from groupax.runs.diagnostics import (
     setup_diagnostics,
     step_diagnostics,
 )
-from groupax.runs.header import data_name, memory_facts, recomputation, run_facts, time_facts
+from groupax.runs.header import data_name, memory_facts, model_facts, recomputation, time_facts
 from groupax.runs.log import RunLog
-from groupax.runs.model_card import Trained, license_of, read_card, run_card
+from groupax.runs.model_card import run_card
 from groupax.runs.progress.display import Progress, headline_text, result_html, short_number
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.step_record import step_record
@@ -164,15 +163,15 @@ class GRPOTrainer(Trainer):
         self.run_folder = self.run.folder
 
         self.emit(PhaseStarted("loading the data"))
-        check_processes(args)
-        check_objective(args)
+        check_settings(args)
         lora = lora_for(args, peft_config)
         check_adapters(args, model, lora)
-        examples, held_out = train_examples(train_dataset), eval_sets(args, eval_dataset)
+        check_datasets(args, train_dataset, eval_dataset)
+        examples, held_out = load_examples(train_dataset, may_have_images=True), eval_sets(eval_dataset)
         own_sampling = as_rollout_function(rollout_func)
         self.rewards = rewards_for(args, reward_funcs, reward_processing_classes, examples, environments, own_sampling)
         self._check_columns(examples, held_out)
-        self.reward_runner = self.make_reward_runner()
+        self.reward_runner = RewardRunner(self.rewards, args)
         self.reward_weights = resolve_weights(args.reward_weights, self.rewards)
         self.correctness_reward = find_correctness_reward(args.correctness_reward, self.rewards)
         self._shared_records = Path(args.output_dir).expanduser().absolute() / RECORDS
@@ -244,11 +243,7 @@ class GRPOTrainer(Trainer):
         return (self.experience or self.collect()).next_rows()
 
     def collect(self, num_wanted: int = 1) -> Experience:
-        """Collects a rollout: completions with rewards, advantages and log-probs. Only within a run.
-
-        Args:
-            num_wanted: Number of its minibatches that the next step takes.
-        """
+        """Collects a rollout, of which the next step takes `num_wanted` minibatches; only within a run."""
         if self.pipeline is not None:
             self.emit(PhaseStarted("waiting for the rollout"))
         with self.run.stop.cancellable(), self._shapes_kept():
@@ -276,11 +271,7 @@ class GRPOTrainer(Trainer):
         return update
 
     def count_as_used(self, update: Update) -> dict[int, TokenScores]:
-        """Counts the rows of an update as used, and drops a rollout that is used up.
-
-        Returns:
-            Its token scores by index into the completions of the last rollout.
-        """
+        """Counts the rows of an update as used, drops a rollout that is used up, and returns its scores by index."""
         assert self.experience is not None, "there is a rollout"
         of_rows = zip(self.experience.next_indices(), map(TokenScores, update.logps, update.entropies), strict=True)
         scores = {index: each for index, each in of_rows if index is not None}
@@ -288,11 +279,7 @@ class GRPOTrainer(Trainer):
         return scores
 
     def log(self, rows: Sequence[Row], update: Update, scores: Mapping[int, TokenScores]) -> None:
-        """Logs an optimizer step, and records the digests by which a replay of it is compared.
-
-        Raises:
-            RewardError: No completion has had a reward for a while.
-        """
+        """Logs an optimizer step, and records the digests by which a replay of it is compared."""
         step, log = self.cursor.step, self.run.log
         staleness = step - 1 - sum(row.policy_version for row in rows) / len(rows)
         log.step(step, update.metrics | {"rollout/staleness": staleness}, scores, update.distributions)
@@ -302,12 +289,9 @@ class GRPOTrainer(Trainer):
         self.stop_if_nothing_is_scored()
 
     def stop_if_nothing_is_scored(self) -> None:
-        """Ends a run in which no completion receives a reward.
+        """Raises a RewardError if no completion had a reward in several rollouts, or in the whole run.
 
         A few rollouts without any reward may happen where rewards apply to some prompts only; more are a mistake.
-
-        Raises:
-            RewardError: There has been no reward for several rollouts, or in the whole run.
         """
         step, unscored = self.cursor.step, num_unscored_steps(self.run.log.diagnostics.history)
         if not unscored:
@@ -375,12 +359,8 @@ class GRPOTrainer(Trainer):
         return evaluation
 
     def encode_eval_sets(self, dataset: Any) -> dict[str, PromptSet]:
-        """Returns the encoded prompts of an evaluation set, or of several by name.
-
-        Raises:
-            ValueError: There are no prompts, or they lack a column that a reward function takes.
-        """
-        sets = eval_sets(self.args, dataset)
+        """Returns the encoded prompts of an evaluation set, or of several by name."""
+        sets = eval_sets(dataset)
         self._check_columns(self.prompts.examples, sets)
         return self._encode(sets)
 
@@ -401,10 +381,6 @@ class GRPOTrainer(Trainer):
     def make_schedule(self) -> UpdateSchedule:
         """Returns how rollouts become optimizer steps."""
         return update_schedule(self.args)
-
-    def make_reward_runner(self) -> RewardRunner:
-        """Returns the runner of the rewards."""
-        return RewardRunner(self.rewards, self.args)
 
     def make_collector(self) -> Collector:
         """Returns the collector of rollouts, from the other parts."""
@@ -490,21 +466,22 @@ class GRPOTrainer(Trainer):
         args, learner, schedule, rules = self.args, self.learner, self.schedule, self.rules
         sets = {"train_dataset": self.prompts}
         sets |= {f"eval_dataset {name!r}": prompts for name, prompts in self.eval_prompts.items()}
-        rewards = ", ".join(reward.name for reward in self.rewards)
-        adapters = {"adapters": ", ".join(args.adapters)} if args.adapters else {}
+        held_out = "".join(f", {len(each):,} held out ({name})" for name, each in self.eval_prompts.items())
+        num_rows, longest = schedule.rows_per_step, args.max_completion_length
+        facts = {
+            **model_facts(self.start_model),
+            "data": self.dataset_name,
+            "prompts": f"{len(self.prompts):,}{held_out}",
+            "rewards": ", ".join(reward.name for reward in self.rewards),
+            **({"adapters": ", ".join(args.adapters)} if args.adapters else {}),
+            **rules.names,
+            "steps": f"{self.num_steps:,}, each on {num_rows:,} completions, {args.num_generations} per prompt, of at "
+            f"most {longest:,} tokens ({num_rows * longest:,} together)",
+            **recomputation(args.gradient_checkpointing, learner.execution.checkpointing),
+        }
         return Description(
-            run_facts(
-                args,
-                self.start_model,
-                self.dataset_name,
-                self.prompts,
-                self.eval_prompts,
-                self.num_steps,
-                schedule.rows_per_step,
-                {"rewards": rewards, **adapters, **rules.names},
-            )
-            | recomputation(args.gradient_checkpointing, learner.execution.checkpointing),
-            memory_facts(learner, schedule.rows_per_step, 0 if args.rollout_servers else self.engine.planned_bytes()),
+            facts,
+            memory_facts(learner, num_rows, 0 if args.rollout_servers else self.engine.planned_bytes()),
             time_facts(args, learner, self.start_model, self.prompts, schedule, rules.has_turns),
             [
                 f"{name} has prompts longer than {prompts.max_length} tokens: {prompts.num_dropped} dropped, "
@@ -517,18 +494,10 @@ class GRPOTrainer(Trainer):
 
     def card(self) -> str:
         """Returns the card of the model."""
-        adapter = self.start_model.adapter
-        trained = Trained(
-            self.args,
-            adapter.base_name if adapter else self.start_model.name,
-            None if adapter is None else asdict(adapter.config),
-            self.dataset_name,
-            [reward.name for reward in self.rewards],
-            self.cursor.step,
-            self.last_metrics,
-            is_conversational(self.prompts.examples[0]["prompt"]),
-            license_of(read_card(self.start_model.source)),
-            self.rules.names,
+        trained = replace(
+            self.trained(is_chat=is_conversational(self.prompts.examples[0]["prompt"])),
+            rewards=[reward.name for reward in self.rewards],
+            of_episodes=self.rules.names,
             held_out=self.estimates,
             recipe=(self.run_folder.command or {}).get("recipe"),
             prompt=self.public_prompt,

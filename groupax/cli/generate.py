@@ -1,9 +1,10 @@
 """`groupax generate`: completions of prompts by a model."""
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from groupax.cli.train import chosen_agents
 from groupax.core.settings.command_line import parsed
@@ -15,11 +16,6 @@ from groupax.events import PhaseStarted
 from groupax.recipes import RECIPES, load_recipe
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import Rich
-
-if TYPE_CHECKING:
-    from groupax.core.types import Rollout
-    from groupax.engine.engine import Engine
-    from groupax.episodes.rules import Rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +50,18 @@ class Generate:
 
 def generate(arguments: Sequence[str]) -> None:
     """Runs `groupax generate`."""
-    import time
-
     command = parsed(Generate, "generate", arguments)
 
     with Rich() if sys.stdout.isatty() else Progress() as progress:
         progress(PhaseStarted("loading libraries"))
 
+        from groupax.data.tokenizer import encode_prompts
         from groupax.engine.engine import Engine
         from groupax.episodes.as_json import shown_episode
+        from groupax.episodes.play import Prompts
         from groupax.episodes.rules import make_rules
         from groupax.parallel.runtime import compilation
+        from groupax.rollouts.collector import sample_groups
 
         progress.is_compiling = lambda: compilation().is_under_way
         progress(PhaseStarted("loading the model"))
@@ -79,7 +76,12 @@ def generate(arguments: Sequence[str]) -> None:
         rules = make_rules(engine.tokenizer, command.episodes, tools, environments, kwargs, engine.eos_ids)
         progress(PhaseStarted("generating"))
         compiled_before_s, started_s = compilation().seconds, time.perf_counter()
-        groups = _sample(engine, command, rules)
+        is_chat = rules.has_turns or (bool(engine.tokenizer.chat_template) and not command.raw)
+        rows = [{"prompt": [{"role": "user", "content": text}] if is_chat else text} for text in command.prompt]
+        prompts, tools_of = [row["prompt"] for row in rows], rules.schemas_of(rows)
+        ids = encode_prompts(engine.tokenizer, prompts, [kwargs] * len(rows), tools=tools_of)
+        played = sample_groups(engine, engine.tokenizer, Prompts(rows, ids), command.sampling, step=0, rules=rules)
+        groups = sorted(played, key=lambda group: group[0].prompt_index)
         seconds, compile_s = time.perf_counter() - started_s, compilation().seconds - compiled_before_s
     for text, group in zip(command.prompt, groups, strict=True):
         for rollout in group:
@@ -89,28 +91,8 @@ def generate(arguments: Sequence[str]) -> None:
     print(f"\n{throughput(num_tokens, seconds, compile_s)}")
 
 
-def _sample(engine: "Engine", command: Generate, rules: "Rules") -> list[list["Rollout"]]:
-    """Returns the completions of each prompt."""
-    from groupax.data.tokenizer import encode_prompts
-    from groupax.episodes.play import Prompts
-    from groupax.rollouts.collector import sample_groups
-
-    is_chat = rules.has_turns or (bool(engine.tokenizer.chat_template) and not command.raw)
-    rows = [{"prompt": [{"role": "user", "content": text}] if is_chat else text} for text in command.prompt]
-    kwargs = [command.chat_template_kwargs] * len(rows)
-    ids = encode_prompts(engine.tokenizer, [row["prompt"] for row in rows], kwargs, tools=rules.schemas_of(rows))
-    groups = list(sample_groups(engine, engine.tokenizer, Prompts(rows, ids), command.sampling, step=0, rules=rules))
-    return sorted(groups, key=lambda group: group[0].prompt_index)
-
-
 def throughput(num_tokens: int, seconds: float, compile_s: float) -> str:
-    """Returns a line about the speed of a generation, which separates decoding from compilation.
-
-    Args:
-        num_tokens: Number of generated tokens.
-        seconds: Duration of the generation.
-        compile_s: Seconds of it that were spent compiling programs or reading them from the cache.
-    """
+    """Returns a line about the speed of a generation, which separates decoding from compiling or loading programs."""
     decode_s = max(seconds - compile_s, 1e-9)
     return (
         f"{num_tokens:,} tokens in {decode_s:.2f} s, {num_tokens / decode_s:,.0f} tokens/s; compiling the programs, "

@@ -57,13 +57,10 @@ class Convert:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantize:
-    """Quantize the matrices of a model's layers to bitsandbytes' nf4, which groupax and transformers load."""
+class Quantize(Convert):
+    """Quantize the matrices of a model's layers to bitsandbytes' nf4, which groupax and transformers load. An adapter
+    is merged."""
 
-    model: Positional[str]
-    """Folder or Hugging Face Hub id; an adapter is merged."""
-    destination: Positional[Path]
-    """Destination folder. A model that groupax wrote there is replaced; a folder with other files is refused."""
     dtype: Dtype = "bfloat16"
     """Dtype of the other weights."""
 
@@ -101,11 +98,7 @@ def inspect(arguments: Sequence[str]) -> None:
 def merge(arguments: Sequence[str]) -> None:
     """Runs `groupax merge`."""
     command = parsed(Merge, "merge", arguments)
-
-    from groupax.models.weights.checkpoint import load_model
-
-    _check_folder(command.destination, command.adapter, command.base)
-    model = load_model(command.adapter, base=command.base)
+    model = _loaded(command.destination, command.adapter, command.base)
     if model.adapter is None:
         raise ValueError(f"{command.adapter} is a model and not an adapter; there is nothing to merge (see convert)")
     base = model.adapter.base_name
@@ -116,11 +109,7 @@ def merge(arguments: Sequence[str]) -> None:
 def convert(arguments: Sequence[str]) -> None:
     """Runs `groupax convert`."""
     command = parsed(Convert, "convert", arguments)
-
-    from groupax.models.weights.checkpoint import load_model
-
-    _check_folder(command.destination, command.model)
-    model = load_model(command.model)
+    model = _loaded(command.destination, command.model)
     if model.adapter is not None:
         raise ValueError(f"{command.model} is an adapter; use merge to add it to its base")
     how = f"{code(shown_name(command.model))}, converted."
@@ -130,11 +119,7 @@ def convert(arguments: Sequence[str]) -> None:
 def quantize(arguments: Sequence[str]) -> None:
     """Runs `groupax quantize`."""
     command = parsed(Quantize, "quantize", arguments)
-
-    from groupax.models.weights.checkpoint import load_model
-
-    _check_folder(command.destination, command.model)
-    model = load_model(command.model)
+    model = _loaded(command.destination, command.model)
     how = f"{code(shown_name(command.model))} with its layers' matrices in 4 bits (nf4, double quantization)."
     _write(model, command.destination, command.dtype, how, command.model, command.model, weights="nf4")
 
@@ -148,12 +133,14 @@ def push(arguments: Sequence[str]) -> None:
     print(f"{command.folder} is at {push_folder(command.folder, command.repo_id, private=not command.public)}")
 
 
-def _check_folder(folder: Path, *sources: str | None) -> None:
-    """Refuses a destination that a model cannot be written to, before one is loaded."""
+def _loaded(destination: Path, source: str, base: str | None = None) -> Any:
+    """Returns a model or an adapter, after refusing a destination that it cannot be written to."""
     from groupax.core.storage.replacing import check_destination
+    from groupax.models.weights.checkpoint import load_model
 
-    paths = [Path(source).expanduser() for source in sources if source is not None]
-    check_destination(folder, [path for path in paths if path.is_dir()])
+    paths = [Path(each).expanduser() for each in (source, base) if each is not None]
+    check_destination(destination, [path for path in paths if path.is_dir()])
+    return load_model(source, base=base)
 
 
 def _write(

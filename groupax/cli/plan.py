@@ -5,17 +5,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from groupax.cli.train import train_defaults
 from groupax.core.config import GRPOConfig
 from groupax.core.settings.command_line import parsed
 from groupax.recipes import load_recipe
 from groupax.satellites.planning.devices import prepare
-
-if TYPE_CHECKING:
-    from groupax.models.config import ModelConfig
-    from groupax.models.lora import LoRAConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +58,24 @@ def plan(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from groupax.core.terminal.activities import Activities
+    from groupax.models.families import read_config
+    from groupax.models.flops import find_config
+    from groupax.models.weights.nf4 import without_nf4
     from groupax.recipes.recipe import fit_config
+    from groupax.runs.build import lora_for
     from groupax.satellites.planning.fitting import Request, find_fitting_plan, make_plan
     from groupax.satellites.planning.measured import Compiler
     from groupax.satellites.planning.tables import format_plan, plan_record, verdict
 
     activities = Activities(Console(stderr=True))
-    model, lora = _read_model(command.model, command.args)
     args, compiler = command.args, Compiler(command.all_layers)
+    stored, lora = find_config(command.model)
+    hf_config, lora = without_nf4(stored), lora or lora_for(args, None)
+    if hf_config != stored:
+        if lora is None:
+            raise ValueError(f"the weights of {command.model} have 4 bits; train an adapter: set lora_r, e.g. to 16")
+        _log("the base has 4-bit weights; the plan assumes that it is not quantized, which needs more memory")
+    model = read_config(hf_config)
     if task is not None:
         args, notes = fit_config(args, task, model.max_positions)
         for note in notes:
@@ -96,21 +101,6 @@ def plan(arguments: Sequence[str]) -> int:
         records = [plan_record(each) for each in plans]
         command.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     return 0 if requested.fits else 1
-
-
-def _read_model(name: str, args: GRPOConfig) -> "tuple[ModelConfig, LoRAConfig | None]":
-    from groupax.models.families import read_config
-    from groupax.models.flops import find_config
-    from groupax.models.weights.nf4 import without_nf4
-    from groupax.runs.build import lora_for
-
-    stored, lora = find_config(name)
-    hf_config, lora = without_nf4(stored), lora or lora_for(args, None)
-    if hf_config != stored:
-        if lora is None:
-            raise ValueError(f"the weights of {name} have 4 bits; train an adapter: set lora_r, e.g. to 16")
-        _log("the base has 4-bit weights; the plan assumes that it is not quantized, which needs more memory")
-    return read_config(hf_config), lora
 
 
 def _log(text: str) -> None:

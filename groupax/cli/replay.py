@@ -73,11 +73,7 @@ def replay(arguments: Sequence[str]) -> int:
 
 
 def trained_command(run: "RecordedRun", step: int) -> Train:
-    """Returns the command of the process that took a step.
-
-    Raises:
-        ValueError: The run was not started by `groupax train`.
-    """
+    """Returns the command of the process that took a step, if `groupax train` started it."""
     folder, recorded = str(run.folder), run.command(step)
     if recorded is None:
         raise ValueError(
@@ -91,13 +87,7 @@ def trained_command(run: "RecordedRun", step: int) -> Train:
 
 
 def maker(run: "RecordedRun", progress_bar: str, rewards: Sequence[str] | None = None) -> "Make":
-    """Returns what makes a trainer for a target by the commands of its run.
-
-    Args:
-        run: The recorded run.
-        progress_bar: Display of its progress.
-        rewards: Other reward functions.
-    """
+    """Returns what makes a trainer for a target by the commands of its run, maybe with other reward functions."""
 
     def make(target: "Target", args: GRPOConfig) -> "ReplayTrainer":
         from groupax.satellites.replay.trainer import ReplayTrainer
@@ -115,11 +105,7 @@ def maker(run: "RecordedRun", progress_bar: str, rewards: Sequence[str] | None =
 
 
 def _parsed_changes(texts: Sequence[str]) -> Mapping[str, Any]:
-    """Returns the settings of --with.
-
-    Raises:
-        ValueError: One has no value.
-    """
+    """Returns the settings of --with."""
     import yaml
 
     given = {}

@@ -178,11 +178,7 @@ def _warm_up(command: Serve, loop: "EngineLoop") -> None:
 
 
 def models_of(command: Serve) -> "dict[str, Model]":
-    """Loads the models of a command, by their names.
-
-    Raises:
-        ValueError: there is no such model or adapter, two have one name, or devices cannot share the weights.
-    """
+    """Loads the models of a command, by their names."""
     from groupax.engine.core import load_sharded
     from groupax.models.weights.checkpoint import load_adapter
     from groupax.models.weights.quantize import require_quantizer
@@ -241,11 +237,7 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def _allow_open_files(num_connections: int) -> None:
-    """Raises this process's limit of open files to one for each connection.
-
-    Raises:
-        ValueError: the system's limit is lower.
-    """
+    """Raises this process's limit of open files to one for each connection, if the system allows that."""
     needed = num_connections + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY not in (soft, hard) and hard < needed:

@@ -31,17 +31,9 @@ SOLVED_ABOVE = 0.95  # smallest pass@1 of a model that has little to learn
 def write_report(
     before: Evaluation, after: Evaluation, result: TrainResult, train_prompts: Mapping[str, int], folder: Path
 ) -> list[Any]:
-    """Writes `result.json` and `evaluations/` into the run folder.
+    """Writes `result.json` and `evaluations/` into the run folder, and returns what to `show` to the user.
 
-    Args:
-        before: Evaluation of the initial model.
-        after: Evaluation of the trained model on the same prompts.
-        result: Result of the training between them.
-        train_prompts: Numbers of prompts of the training that were `used`, `dropped` and `truncated`.
-        folder: The run folder.
-
-    Returns:
-        Texts and tables for the user (see `show`).
+    `train_prompts` has the numbers of prompts of the training that were `used`, `dropped` and `truncated`.
     """
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     logged = [metrics for metrics in map(json.loads, lines) if "reward" in metrics]
@@ -84,14 +76,7 @@ def write_report(
 
 
 def next_commands(uri: str, prompt: Prompt, result: TrainResult | SFTResult, flags: str = "") -> list[str]:
-    """Returns a text with commands for a finished run.
-
-    Args:
-        uri: Folder or URL of the run.
-        prompt: One of its training prompts.
-        result: Result of the training.
-        flags: Options of the tools and environments of the run.
-    """
+    """Returns a text with commands for a finished run, given one of its prompts and the flags of its environments."""
     raw = "" if is_conversational(prompt) else " --raw"
     model, run = shlex.quote(f"{uri.rstrip('/')}/model"), shlex.quote(uri)
     prompt_text = shlex.quote(one_line(last_text(prompt), 60))
@@ -123,31 +108,24 @@ def verdict(before: SetEvaluation, after: SetEvaluation, comparison: Comparison)
         return "no prompt has a reward of both models by the same functions, so they cannot be compared"
     difference = comparison.differences[name]
     solved = after.estimates.get("pass@1")
-    cannot = (
-        solved is not None
-        and max(solved.high, before.estimates["pass@1"].high) < CANNOT_BELOW
-        and not (difference.is_clear and difference.difference.value > 0)
-    )
-    if cannot and solved is not None:
+    is_better = difference.is_clear and difference.difference.value > 0
+    if solved is not None and max(solved.high, before.estimates["pass@1"].high) < CANNOT_BELOW and not is_better:
+        numbers = [round(each.value * each.num_items) for each in (before.estimates["pass@1"], solved)]
         return (
-            f"the model cannot do this task: of {comparison.num_items} prompts it solves {_solved(before)} before and "
-            f"{_solved(after)} after training (95 % interval of pass@1 after: {_percent(solved.low)} to "
+            f"the model cannot do this task: of {comparison.num_items} prompts it solves {numbers[0]:,} before and "
+            f"{numbers[1]:,} after training (95 % interval of pass@1 after: {_percent(solved.low)} to "
             f"{_percent(solved.high)}); start from a model that solves some of them"
         )
     change = f"{name} went from {difference.before:.3f} to {difference.after:.3f} ({_difference(difference)})"
     if not difference.is_clear:
         return f"no significant difference: {change}"
-    return f"{'better' if difference.difference.value > 0 else 'worse'}: {change}"
+    return f"{'better' if is_better else 'worse'}: {change}"
 
 
 def difference_table(title: str, comparison: Comparison, before: Metrics, after: Metrics) -> Any:
     """Returns a rich table of the estimates of two evaluations and their differences; intervals take a wide terminal.
 
-    Args:
-        title: Title of the table.
-        comparison: Comparison of the two evaluations.
-        before: Metrics before, for lengths and truncation.
-        after: Metrics after, for lengths and truncation.
+    The metrics before and after are for lengths and truncation.
     """
     from groupax.core.terminal.tables import Fitting, stacked, table_of
 
@@ -270,18 +248,12 @@ def _omissions(summary: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _solved(evaluation: SetEvaluation) -> str:
-    estimate = evaluation.estimates["pass@1"]
-    return f"{round(estimate.value * estimate.num_items):,}"
-
-
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
 def _difference(pair: PairedDifference) -> str:
-    each = pair.difference
-    p = p_text(pair.p_value)
+    each, p = pair.difference, p_text(pair.p_value)
     relation = "p" if p.startswith("<") else "p ="
     return f"difference {each.value:+.3f}, 95 % interval {each.low:+.3f} to {each.high:+.3f}, {relation} {p}"
 

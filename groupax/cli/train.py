@@ -54,12 +54,7 @@ def chosen_agents(tools: Sequence[str] | None, environments: Sequence[str] | Non
 
 
 def check_flags(arguments: Sequence[str], config: type[GRPOConfig] | type[SFTConfig]) -> None:
-    """Checks that no flag has the name that it has in another library.
-
-    Args:
-        arguments: Arguments of the command.
-        config: Class of its settings.
-    """
+    """Raises a ValueError if a flag has the name that it has in another library."""
     for argument in arguments:
         flag = argument.partition("=")[0]
         name = flag.removeprefix("--").replace("-", "_")
@@ -68,13 +63,7 @@ def check_flags(arguments: Sequence[str], config: type[GRPOConfig] | type[SFTCon
 
 
 def overlaid(command: Any, file: Mapping[str, Any], path: str) -> Any:
-    """Returns a command with the settings of a --config file in place of its own.
-
-    Args:
-        command: The command, a dataclass whose field `args` has the settings.
-        file: Content of the file.
-        path: Path of the file, for errors.
-    """
+    """Returns a command, whose field `args` has settings, with those of a --config file in place of its own."""
     own = {item.name for item in fields(command)} - {"args", "config"}
     settings = {item.name for item in fields(command.args)}
     for key in file:
@@ -108,9 +97,7 @@ def flag_value(arguments: Sequence[str], name: str) -> str | None:
 
 def recorded(command: Any) -> dict[str, Any]:
     """Returns the options of the command without its settings, such that it can be repeated from any folder."""
-    recorded = {
-        item.name: getattr(command, item.name) for item in fields(command) if item.name not in ("args", "config")
-    }
+    recorded = {name: value for name, value in vars(command).items() if name not in ("args", "config")}
     for name in ("model", "dataset"):
         recorded[name] = _absolute(recorded[name])
     if command.eval_dataset:
@@ -273,44 +260,32 @@ def _train(command: Train, inputs: Inputs, progress: Progress) -> list[Any]:
 
 def _train_and_report(trainer: "GRPOTrainer", agents: Agents, is_evaluated: bool) -> list[Any]:
     """Returns what to show at the end, in the primary process."""
-    if not is_evaluated:
-        result = trainer.train()
-        return _next_commands(trainer, agents, result)
+    from groupax.cli.summary import next_commands, write_report
 
-    from groupax.cli.summary import write_report
-
-    with stoppable():
-        before = trainer.evaluate()
-    if broken := before.broken_rewards:
-        raise RewardError(
-            f"the reward function {broken[0]!r} failed for every completion of the evaluation before training:\n"
-            f"{before.errors[broken[0]]}"
-        )
-    for text in reward_diagnostics(before.errors).values():
-        trainer.emit(Message(text, warning=True))
+    closing, before, prompts = [], None, trainer.prompts
+    if is_evaluated:
+        with stoppable():
+            before = trainer.evaluate()
+        if broken := before.broken_rewards:
+            raise RewardError(
+                f"the reward function {broken[0]!r} failed for every completion of the evaluation before training:\n"
+                f"{before.errors[broken[0]]}"
+            )
+        for text in reward_diagnostics(before.errors).values():
+            trainer.emit(Message(text, warning=True))
     result = trainer.train()
-    prompts = trainer.prompts
-    counts = {"used": len(prompts), "dropped": prompts.num_dropped, "truncated": prompts.num_truncated}
-    with stoppable("in the evaluation after training; the model and the run's state are saved"):
-        after = trainer.evaluate()
-    closing = []
-    if processes.is_primary():
-        trainer.emit(PhaseStarted("writing the report"))
-        closing = write_report(before, after, result, counts, trainer.run_folder.path)
-    trainer.write_card()
+    if before is not None:
+        counts = {"used": len(prompts), "dropped": prompts.num_dropped, "truncated": prompts.num_truncated}
+        with stoppable("in the evaluation after training; the model and the run's state are saved"):
+            after = trainer.evaluate()
+        if processes.is_primary():
+            trainer.emit(PhaseStarted("writing the report"))
+            closing = write_report(before, after, result, counts, trainer.run_folder.path)
+        trainer.write_card()
     if not processes.is_primary():
         return []
     trainer.run_folder.sync()
-    return [*closing, *_next_commands(trainer, agents, result)]
-
-
-def _next_commands(trainer: "GRPOTrainer", agents: Agents, result: Any) -> list[Any]:
-    if not processes.is_primary():
-        return []
-
-    from groupax.cli.summary import next_commands
-
-    return next_commands(trainer.run_folder.uri, trainer.prompts.examples[0]["prompt"], result, agents.flags)
+    return [*closing, *next_commands(trainer.run_folder.uri, prompts.examples[0]["prompt"], result, agents.flags)]
 
 
 def train_defaults(arguments: Sequence[str]) -> Train:
@@ -411,13 +386,7 @@ def resumed_command(run: str) -> Train | SFT:
 
 
 def command_of(command: Mapping[str, Any], settings: Mapping[str, Any], run: str) -> Train | SFT:
-    """Returns a recorded command, changed to resume the run.
-
-    Args:
-        command: Content of `command.json`.
-        settings: Content of `config.json`.
-        run: The run folder.
-    """
+    """Returns the command of a run's `command.json`, with the settings of its `config.json`, changed to resume it."""
     kind = config_class(settings)
     args: Any = kind.from_mapping({**settings, "output_dir": run, "resume": run})
     lists = {name: tuple(command[name]) for name in LISTS if command.get(name) is not None}
@@ -428,11 +397,7 @@ def num_steps_if_complete(command: Train | SFT, recorded: Train | SFT) -> int | 
     """Returns the number of steps of a run that has taken them all and has its results, else None.
 
     It is also None if the number of steps is not known before the model and the data are loaded, which is so where
-    options change and `max_steps` is not set, and for a run in a bucket.
-
-    Args:
-        command: The command that resumes the run.
-        recorded: The command that the run was started with, changed to resume it.
+    the options differ from those recorded and `max_steps` is not set, and for a run in a bucket.
     """
     from groupax.core.storage.buckets import is_remote
     from groupax.runs.checkpoints.choose import split_path

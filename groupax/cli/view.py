@@ -28,11 +28,7 @@ class View:
 
 
 def view(arguments: Sequence[str]) -> None:
-    """Runs `groupax view` until it is interrupted.
-
-    Raises:
-        ValueError: A folder does not exist, the address is not available, or the extra `view` is not installed.
-    """
+    """Runs `groupax view` until it is interrupted."""
     command = parsed(View, "view", arguments)
     if not command.run_dirs:
         raise ValueError("no run folder is given; usage: groupax view RUN_DIR [RUN_DIR ...]")

@@ -1,7 +1,6 @@
 """An adapter that calls transformers' callbacks on run events. Imports no jax."""
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,6 @@ class State:
     epoch: float = 0.0
     num_train_epochs: int = 0
     logging_steps: int = 0
-    train_batch_size: int = 0
     log_history: list[dict[str, float]] = field(default_factory=list)
     best_metric: float | None = None
     best_global_step: int | None = None
@@ -40,8 +38,7 @@ class State:
 
     def save_to_json(self, path: str | os.PathLike[str]) -> None:
         """Writes all fields to a file, in the format of transformers' `trainer_state.json`."""
-        text = json.dumps(_without_nan(asdict(self)), indent=2, sort_keys=True)
-        Path(path).write_text(f"{text}\n", encoding="utf-8")
+        write_json(path, asdict(self), indent=2)
 
     def load_json(self, path: str | os.PathLike[str]) -> None:
         """Takes the values of a `trainer_state.json`; names that this class does not have are skipped."""
@@ -150,11 +147,7 @@ class CallbackListener:
             self._call(callback, method, more)
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Adds a line to the log and calls the callbacks.
-
-        Raises:
-            TypeError: A name is not a text.
-        """
+        """Adds a line to the log and calls the callbacks."""
         for name in metrics:
             check_name("log", "the name of a value", name)
         logs = {"epoch": step / self.steps_per_epoch, **metrics}
@@ -206,10 +199,7 @@ class CallbackListener:
             )
 
 
-def _without_nan(value: Any) -> Any:
-    """Returns plain data with null, which JSON has, in the place of NaN and infinities."""
-    if isinstance(value, Mapping):
-        return {name: _without_nan(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def write_json(path: str | os.PathLike[str], values: Mapping[str, Any], indent: int) -> None:
+    """Writes plain data, with null, which JSON has, in the place of NaN and infinities."""
+    finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
+    Path(path).write_text(json.dumps(finite, indent=indent, sort_keys=True) + "\n", encoding="utf-8")

@@ -59,6 +59,7 @@ class Fields:
         inert: Fields without effect in groupax, each with the reason.
         refused: Fields that may only have their default, each with the reason and what to do instead.
         former: Former names, each with the present one.
+        mappings: Fields that take dicts.
     """
 
     library: str
@@ -66,9 +67,10 @@ class Fields:
     inert: Mapping[str, str]
     refused: Mapping[str, str]
     former: Mapping[str, str]
+    mappings: frozenset[str]
 
 
-NO_FIELDS = Fields("", {}, {}, {}, {})
+NO_FIELDS = Fields("", {}, {}, {}, {}, frozenset())
 
 
 def arguments(
@@ -122,7 +124,8 @@ def arguments(
             for field in fields
             if field.name not in kinds[2]
         }
-        own.FIELDS = Fields(library, defaults, *kinds)
+        dicts = {name for name, kind in annotations.items() if "dict[" in str(kind)}
+        own.FIELDS = Fields(library, defaults, *kinds, mappings=parent.mappings | dicts)
         return own
 
     return complete
@@ -241,11 +244,7 @@ def scale_rewards(value: Any) -> Any:
 
 
 def as_number(name: str, value: Any, default: Any) -> Any:
-    """Returns the value, converted from text if the field's default is a number.
-
-    Raises:
-        ValueError: The field's default is a number and the value is not a finite number.
-    """
+    """Returns the value, converted from text if the field's default is a number."""
     if isinstance(default, bool) or not isinstance(default, (int, float)):
         return value
     if isinstance(value, str):
@@ -263,11 +262,7 @@ def as_number(name: str, value: Any, default: Any) -> Any:
 
 
 def interval_steps(strategy: Any, steps: Any, steps_per_epoch: int, name: str) -> int:
-    """Returns the interval in optimizer steps that a strategy of transformers describes; 0 means never.
-
-    Raises:
-        ValueError: The strategy is unknown, or the interval is a fraction of the run.
-    """
+    """Returns the interval in optimizer steps that a strategy of transformers describes; 0 means never."""
     strategy = getattr(strategy, "value", strategy)
     if strategy in ("no", None, False):
         return 0
@@ -283,14 +278,13 @@ def interval_steps(strategy: Any, steps: Any, steps_per_epoch: int, name: str) -
 
 
 def parse_mapping(value: Any, name: str) -> Mapping[str, Any]:
-    """Returns a dict, parsed if it is JSON text; empty for None.
-
-    Raises:
-        ValueError: The value is not a dict.
-    """
+    """Returns a dict, parsed if it is JSON text; empty for None."""
     if value is None:
         return {}
-    value = json.loads(value) if isinstance(value, str) else value
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{name} is not valid JSON: {error}") from error
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} must be a dict, got {value!r}")
     return value

@@ -76,13 +76,7 @@ T = TypeVar("T")
 
 
 def hint_for(name: str, known: Iterable[str], config: type | None = None) -> str:
-    """Returns a hint for a setting that does not exist: what another library's name is here, or the nearest name.
-
-    Args:
-        name: The setting.
-        known: Names that there are.
-        config: The class of the config, `GRPOConfig` by default.
-    """
+    """Returns a hint for a setting that does not exist: what another library's name is here, or the nearest name."""
     names = NAMES_ELSEWHERE
     if config is not None and config.__name__ == "SFTConfig":
         own = {field.name for field in _fields(config)}
@@ -135,9 +129,7 @@ class _Settings:
     def from_mapping(cls, settings: Mapping[str, Any]) -> Self:
         """Creates a config from parsed YAML or JSON.
 
-        Raises:
-            TypeError: a key is not a field; names the nearest one.
-            ValueError: a value does not have the type of its field.
+        Raises a TypeError that names the nearest field for a key that is none, and a ValueError for other types.
         """
         kinds = {field.name: field.type for field in _fields(cls)}
         read = {name: as_read(value, kinds[name]) for name, value in settings.items() if name in kinds}

@@ -16,7 +16,6 @@ EXTRAS = {
     "serve": ("llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
     "tensorboard": ("tensorboardX",),
     "trackio": ("trackio",),
-    "verifiers": ("verifiers",),
     "view": ("starlette", "tokenizers", "uvicorn"),
     "vision": ("PIL",),
     "wandb": ("wandb",),
@@ -51,15 +50,9 @@ PREEMPTED = 75  # exit status: stopped from outside, to be started again (EX_TEM
 
 
 def require(extra: str, user: str, is_imported: bool = True) -> None:
-    """Checks that the packages of an extra are installed.
+    """Raises a MissingPackageError that names their user if packages of an extra are not installed, or not importable.
 
-    Args:
-        extra: Name in `EXTRAS`.
-        user: What needs them, for the error.
-        is_imported: Whether to import them; False only looks for packages that take seconds to import.
-
-    Raises:
-        MissingPackageError: One is not installed, or cannot be imported.
+    `is_imported=False` only looks for packages, which may take seconds to import.
     """
     faults = []
     for module in EXTRAS[extra]:

@@ -22,17 +22,11 @@ _ALL_TOKENS: Any = None  # the default of a mask, which becomes an array
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The progress of the run, for rewards that change with it.
+    """The progress of the run, for rewards that change with it."""
 
-    Attributes:
-        step: Number of optimizer steps so far.
-        num_steps: Number of optimizer steps of the whole run.
-        epoch: Number of passes over the dataset so far.
-    """
-
-    step: int = 0
-    num_steps: int = 0
-    epoch: float = 0.0
+    step: int = 0  # optimizer steps so far
+    num_steps: int = 0  # optimizer steps of the whole run
+    epoch: float = 0.0  # passes over the dataset so far
 
     @property
     def global_step(self) -> int:
@@ -49,18 +43,13 @@ class TrainerState:
 class Image:
     """One image, ready for the tower of a model (see `models.vision`).
 
-    Attributes:
-        digest: SHA-256 of the patches and their grid, in hexadecimal digits: the identity of what the model sees.
-        patches: Values of the N patches of each of its I tiles. The patches that become one feature follow each other,
-            row by row, and so do features.
-        grid: Number of rows and columns of patches of each tile.
-        shown: Patches that show something; None for all. Others are padding, which no patch sees.
+    The patches that become one feature follow each other, row by row, and so do features.
     """
 
-    digest: str
-    patches: Float[np.ndarray, "I N C"]
-    grid: tuple[int, int]
-    shown: Bool[np.ndarray, "I N"] | None = None
+    digest: str  # SHA-256 of the patches and their grid in hexadecimal: the identity of what the model sees
+    patches: Float[np.ndarray, "I N C"]  # values of the N patches of each of its I tiles
+    grid: tuple[int, int]  # rows and columns of patches of each tile
+    shown: Bool[np.ndarray, "I N"] | None = None  # of patches that show something, others are padding; None for all
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,42 +73,25 @@ class PromptImages:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """One call of a tool.
-
-    Attributes:
-        name: Name of the tool.
-        arguments: Arguments by name.
-        result: Text that the model received.
-        seconds: Wall-clock time of the call.
-        error: Description of the failure; empty if there was none.
-    """
+    """One call of a tool."""
 
     name: str
     arguments: Mapping[str, Any]
-    result: str
-    seconds: float
-    error: str = ""
+    result: str  # text that the model received
+    seconds: float  # wall-clock time
+    error: str = ""  # description of the failure; empty if there was none
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the model: the tokens that it sampled until it stopped.
+    """One turn of the model: the tokens that it sampled until it stopped."""
 
-    Attributes:
-        start: Index of its first token among the tokens of the completion.
-        end: Index after its last token.
-        text: Decoded text without special tokens.
-        calls: Calls of tools that followed from it, in their order.
-        reward: Reward that the environment gave for it.
-        rewards: Rewards for it by name, of the reward functions that gave one for each turn; empty before scoring.
-    """
-
-    start: int
-    end: int
-    text: str
-    calls: tuple[CallRecord, ...] = ()
-    reward: float = 0.0
-    rewards: Mapping[str, float] = field(default_factory=dict)
+    start: int  # index of its first token among the tokens of the completion
+    end: int  # index after its last token
+    text: str  # without special tokens
+    calls: tuple[CallRecord, ...] = ()  # of tools, which followed from it, in their order
+    reward: float = 0.0  # that the environment gave for it
+    rewards: Mapping[str, float] = field(default_factory=dict)  # of functions that gave one for each turn, by name
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,9 +26,6 @@ class PlainText:
     their own. This needs nothing of the tokenizer but its list of added tokens: `split_special_tokens=True` of
     transformers leaves added tokens that are not special as they are, and changes the state of a fast tokenizer that
     other threads use.
-
-    Args:
-        tokenizer: Tokenizer of the model.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -40,12 +37,7 @@ class PlainText:
         self._look_alikes = [token.content for token in chosen.values() if len(token.content) > 1]
 
     def encode(self, parts: Sequence[str], contents: Sequence[str], control: np.ndarray) -> np.ndarray:
-        """Returns the token ids of alternating texts of a template and untrusted texts.
-
-        Args:
-            parts: Texts of the template, one more than `contents`.
-            control: Control tokens of the template's texts, in order.
-        """
+        """Returns the token ids of alternating texts of a template, with its control tokens, and untrusted texts."""
         pieces = [piece for pair in zip(parts, contents, strict=False) for piece in pair] + [parts[-1]]
         text = "".join(pieces)
         edges = np.cumsum([0, *map(len, pieces)])
@@ -96,27 +88,16 @@ HISTORIES = (
 
 @dataclass(frozen=True)
 class Scaffold:
-    """The template's texts after a sampled turn, for new messages of certain roles and names.
+    """The template's texts after a sampled turn, for new messages of certain roles and names."""
 
-    Attributes:
-        parts: Texts around the contents of the new messages.
-        order: Index of the message whose content stands at each place.
-        head: Token ids of the first text.
-        unfinished: Number of tokens of `head` to leave out after a turn that ended without a token of `head`.
-        finished: The same after a turn that ended with one of `ends`.
-        ends: Tokens that end a turn in place of the template's own.
-        control: Control tokens of all texts, in order.
-        conversation: Messages that the template has rendered, from the turn's.
-    """
-
-    parts: tuple[str, ...]
-    order: tuple[int, ...]
-    head: np.ndarray
-    unfinished: int
-    finished: int
-    ends: frozenset[int]
-    control: np.ndarray
-    conversation: list[dict[str, Any]]
+    parts: tuple[str, ...]  # texts around the contents of the new messages
+    order: tuple[int, ...]  # index of the message whose content stands at each place
+    head: np.ndarray  # token ids of the first text
+    unfinished: int  # tokens of `head` to leave out after a turn that ended without a token of `head`
+    finished: int  # the same after a turn that ended with one of `ends`
+    ends: frozenset[int]  # tokens that end a turn in place of the template's own
+    control: np.ndarray  # control tokens of all texts, in order
+    conversation: list[dict[str, Any]]  # messages that the template has rendered, from the turn's
 
 
 class Bridge:
@@ -172,9 +153,7 @@ class Bridge:
             stream: Token ids of the prompt and everything since, up to the last sampled token.
             turn: The assistant's message that the sampled turn was parsed to. Only the names and ids of its tool calls
                 are read.
-
-        Raises:
-            ValueError: There are no messages, one is not a message of text, or the template cannot write them.
+            messages: The new messages, of text.
         """
         if not messages:
             raise ValueError("there are no new messages to put between two turns; give a tool's result or a question")
@@ -220,11 +199,7 @@ class Bridge:
         return json.dumps([calls, fields])
 
     def _build(self, key: str) -> Scaffold:
-        """Renders a scaffold with the best form of the turn that the template accepts.
-
-        Raises:
-            ValueError: It accepts none.
-        """
+        """Renders a scaffold with the best form of the turn that the template accepts."""
         calls, fields = json.loads(key)
         messages = [{**field, "content": f"groupaxhole{index}x"} for index, field in enumerate(fields)]
         fault, forms = "it leaves out their text", []
@@ -280,11 +255,12 @@ class Bridge:
         self, history: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]], **more: bool
     ) -> str | None:
         """Returns what stands after the sentinel in a rendered conversation, or None if it is left out."""
-        conversation = [*history, *messages]
-        text = render(
-            self.tokenizer, conversation, "a probe", template_kwargs=self.template_kwargs, tools=self.tools, **more
-        )
+        text = self._text([*history, *messages], **more)
         return text.rpartition(SENTINEL)[2] if SENTINEL in text else None
+
+    def _text(self, messages: Sequence[Mapping[str, Any]], **more: bool) -> str:
+        kwargs, tools = self.template_kwargs, self.tools
+        return render(self.tokenizer, messages, "a probe", template_kwargs=kwargs, tools=tools, **more)
 
     def _encode(self, text: str) -> np.ndarray:
         return encode_texts(self.tokenizer, [text], [True])[0]
@@ -311,16 +287,10 @@ class Bridge:
         before = "".join(pieces[: 2 * place + 1])
         behind = "".join([*pieces[2 * place + 2 :], scaffold.parts[-1]])
         try:
-            # an untrusted text may contain the sentinel, which only stands for the turn where it comes first
-            text = render(
-                self.tokenizer,
-                [*OPENING, *conversation],
-                "a probe",
-                template_kwargs=self.template_kwargs,
-                tools=self.tools,
-            )
+            text = self._text([*OPENING, *conversation])
         except ValueError:
             return content
+        # an untrusted text may contain the sentinel, which only stands for the turn where it comes first
         text = text.partition(SENTINEL)[2]
         intact = text.startswith(before) and text.endswith(behind) and len(text) >= len(before) + len(behind)
         return text[len(before) : len(text) - len(behind)] if intact else content
@@ -342,11 +312,7 @@ class Bridge:
         self._check_history({"tool_calls": [call]}, [result])
 
     def _check_history(self, turn: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
-        """Checks that what stands between turns is the same after longer histories.
-
-        Raises:
-            ValueError: It is not, or the template cannot write it.
-        """
+        """Raises a ValueError if what stands between turns is not the same after longer histories."""
         scaffold = self._scaffold(self._key(turn, messages))
         expected = self._after(OPENING, scaffold.conversation)
         histories = [*HISTORIES, [*OPENING, *scaffold.conversation]]
@@ -364,11 +330,7 @@ class Bridge:
 
 
 class TextBridge:
-    """Writes what stands between two turns of a prompt that is a string: the texts of the new messages, nothing else.
-
-    Args:
-        tokenizer: Tokenizer of the model, which needs no chat template.
-    """
+    """Writes what stands between two turns of a prompt that is a string: the texts of the new messages alone."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._plain = PlainText(tokenizer)
@@ -403,11 +365,7 @@ def _tame(name: Any) -> str:
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """Returns the text of a new message, with a question mark for half of a surrogate pair, which is no character.
-
-    Raises:
-        ValueError: It is not a message of text.
-    """
+    """Returns the text of a new message, with a question mark for half of a surrogate pair, which is no character."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role.isidentifier():
         raise ValueError(f"a new message has no role like 'tool' or 'user': {short_repr(message)}")

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,6 @@ def check_messages(
     """Checks the messages of a conversation and returns them without null fields, with which tables fill their rows.
 
     Arguments of tool calls that are given as the text of a JSON object are returned as that object.
-
-    Raises:
-        ValueError: These are not messages of text, or of text and images.
     """
     is_messages = isinstance(messages, list) and all(isinstance(m, Mapping) and "role" in m for m in messages)
     if not is_messages or not messages:
@@ -48,7 +46,7 @@ def check_messages(
 
 
 def _check_message(given: Mapping[str, Any], where: str, with_images: bool) -> dict[str, Any]:
-    message = _without_nulls(given)
+    message = _filled(given)
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise ValueError(f"{where} has no role like 'user' or 'system': {short_repr(given)}")
@@ -92,9 +90,12 @@ def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 f"{where}: the arguments of the call of {function['name']!r:.60} must be an object, got "
                 f"{short_repr(arguments)}"
             )
-        function = {**_without_nulls(function), "arguments": dict(arguments or {})}
-        checked.append({**_without_nulls(call), "function": function})
+        checked.append({**_filled(call), "function": {**_filled(function), "arguments": dict(arguments or {})}})
     return checked
+
+
+def _filled(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _parse_arguments(text: str, where: str) -> Any:
@@ -111,16 +112,8 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if value is not None}
-
-
 def join_text_parts(parts: Sequence[Any], where: str) -> str:
-    """Returns the concatenated text of a message's content that is given as a list of parts.
-
-    Raises:
-        ValueError: A part is not a text.
-    """
+    """Returns the concatenated text of a message's content that is given as a list of parts of text."""
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind is not None and kind != "text":
@@ -140,11 +133,7 @@ def message_texts(message: Mapping[str, Any]) -> list[str]:
 
 
 def adapt_content(message: Mapping[str, Any], takes_text: bool, takes_parts: bool) -> dict[str, Any]:
-    """Returns the message with its content in a form that a template reads.
-
-    Raises:
-        ValueError: The message has images, and the template reads no parts.
-    """
+    """Returns the message with its content in a form that a template reads; images need one that reads parts."""
     content = message.get("content")
     if isinstance(content, list) and not takes_parts:
         if IMAGE_PART in content:
@@ -189,11 +178,7 @@ class TemplateError(Exception):
 
 
 class TemplateProcess:
-    """A template worker that starts at the first request. Threads take turns.
-
-    Args:
-        deadline_s: Time limit of a request.
-    """
+    """A template worker that starts at the first request, each of which has a deadline. Threads take turns."""
 
     def __init__(self, deadline_s: int = 10) -> None:
         self.deadline_s = deadline_s
@@ -202,11 +187,7 @@ class TemplateProcess:
         self._owner = 0
 
     def ask(self, request: Mapping[str, Any], count: int, deadline_s: int | None = None) -> list[Any]:
-        """Returns the values that answer a request, of which the action yields `count`.
-
-        Raises:
-            TemplateError: The template fails, or exceeds its time or memory limit.
-        """
+        """Returns the values that answer a request, of which the action yields `count`, or raises a TemplateError."""
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         values: list[Any] = []
         with self._lock:
@@ -283,6 +264,16 @@ PROBE_TOOL = {"type": "function", "function": {"name": PROBE, "description": "Pr
 BATCH, BATCH_CHARACTERS = 256, 1 << 22  # largest number of conversations, and of their characters, per request
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """Messages to render, with arguments of the chat template and the tools that it writes."""
+
+    messages: Any
+    name: str  # for errors
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
 def render(
     tokenizer: Any,
     messages: Any,
@@ -303,43 +294,36 @@ def render(
         add_generation_prompt: Whether to end with the start of the assistant's answer.
         may_be_empty: Whether the conversation needs no text.
         with_images: Whether messages may have parts {"type": "image"}, for which the template writes placeholders.
-
-    Raises:
-        ValueError: These are not messages of text, there is no template, the template fails, exceeds its time limit,
-            does not read one of the arguments, or omits a message or the tools.
     """
-    own = [template_kwargs or {}]
-    texts = render_all(tokenizer, [messages], [name], add_generation_prompt, own, [tools], may_be_empty, with_images)
-    return texts[0]
+    own = [Conversation(messages, name, template_kwargs or {}, tools)]
+    return render_all(tokenizer, own, add_generation_prompt, may_be_empty, with_images)[0]
 
 
 def render_all(
     tokenizer: Any,
-    conversations: Sequence[Any],
-    names: Sequence[str],
+    conversations: Sequence[Conversation],
     add_generation_prompt: bool = True,
-    template_kwargs: Sequence[Mapping[str, Any]] | None = None,
-    tools: Sequence[Sequence[Mapping[str, Any]]] | None = None,
     may_be_empty: bool = False,
     with_images: bool = False,
 ) -> list[str]:
-    """Renders several conversations, each with its own name, template arguments and tools (see `render`)."""
+    """Renders several conversations (see `render`)."""
     if not conversations:
         return []
-    checked = [check_messages(*item, may_be_empty, with_images) for item in zip(conversations, names, strict=True)]
+    checked = [check_messages(each.messages, each.name, may_be_empty, with_images) for each in conversations]
+    names = [each.name for each in conversations]
     if not tokenizer.chat_template:
         raise ValueError(
             f"{names[0]} is a list of messages, but the tokenizer has no chat template (a base model?); set "
             f"chat_template= to one of {', '.join(CHAT_TEMPLATES)} or to a file, or give prompts as strings"
         )
     arguments = []
-    none = [()] * len(names)
-    for name, given, own in zip(names, template_kwargs or [{}] * len(names), tools or none, strict=True):
+    for each in conversations:
+        name, given = each.name, each.template_kwargs
         if given:
             check_template_kwargs(given, f"{name}: chat_template_kwargs")
             for fault in unknown_template_kwargs(tokenizer, given).values():
                 raise ValueError(f"{name}: chat_template_kwargs: {fault}")
-        schemas = check_tools(own, name) or None  # None without tools, as transformers does: templates test for it
+        schemas = check_tools(each.tools, name) or None  # None without any, as transformers does: templates test for it
         if schemas and not writes_tools(tokenizer, given):
             raise ValueError(
                 f"{name} has tools, but the chat template does not write them, so the model would not know them; set "

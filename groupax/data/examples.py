@@ -3,7 +3,7 @@
 import json
 import os
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -60,19 +60,13 @@ def load_examples(
 ) -> Examples:
     """Returns the rows of a `datasets.Dataset`, an object with rows by index, files, a folder or a hub id.
 
-    Args:
-        dataset: Rows, e.g. a list of dicts; or a file, a pattern of files, a folder or a hub id (see `read_rows`), or a
-            list of several of these.
-        columns: Columns of which each row needs one.
-
-    Raises:
-        ValueError: There are no rows, a row has none of the columns, there are sounds, videos or, unless they are
-            allowed, images, or the source cannot be read.
+    `dataset` has rows, e.g. a list of dicts; or it is a file, a pattern of files, a folder or a hub id (see
+    `read_rows`), or a list of several of these. Each row needs one of the columns.
     """
     name = describe_source(dataset, name)
     if isinstance(dataset, (str, os.PathLike)):
         dataset = read_rows(dataset, name, splits)
-    elif _is_list_of_sources(dataset):
+    elif isinstance(dataset, (list, tuple)) and dataset and all(isinstance(x, (str, os.PathLike)) for x in dataset):
         each_name = f"{name}, a list of files"
         tables = [load_examples(source, each_name, splits, columns, may_have_images) for source in dataset]
         dataset = [row for table in tables for row in _rows_by_index(table, name)]
@@ -130,11 +124,8 @@ def image_columns(rows: Any) -> list[str]:
     """Returns the columns `image` and `images` that some row has an image in."""
     columns = getattr(rows, "column_names", None)
     if columns is None:
-        return [
-            column
-            for column in IMAGES
-            if any(isinstance(row, Mapping) and is_filled(row.get(column)) for row in _each(rows))
-        ]
+        mappings = [row for index in range(len(rows)) if isinstance(row := rows[index], Mapping)]
+        return [column for column in IMAGES if any(is_filled(row.get(column)) for row in mappings)]
     features = getattr(rows, "features", None) or {}
     known = [column for column in IMAGES if column in columns]
     return [column for column in known if _is_media(features.get(column)) or any(map(is_filled, rows[column]))]
@@ -144,15 +135,6 @@ def _is_media(kind: Any) -> bool:
     """Returns whether a feature of `datasets` is an image or a list of images, whose values need not be decoded."""
     of = kind[0] if isinstance(kind, list) and kind else getattr(kind, "feature", kind)
     return type(of).__name__ == "Image"
-
-
-def _each(rows: Any) -> Iterator[Any]:
-    return (rows[index] for index in range(len(rows)))
-
-
-def _is_list_of_sources(dataset: Any) -> bool:
-    is_list = isinstance(dataset, (list, tuple)) and bool(dataset)
-    return is_list and all(isinstance(source, (str, os.PathLike)) for source in dataset)
 
 
 def _check_type(dataset: Any, name: str) -> None:
@@ -214,10 +196,8 @@ def visit_order(
 ) -> list[int]:
     """Returns the examples at positions start .. start + count - 1 of a run, with a new permutation for every epoch.
 
-    A pure function, so that a resumed run needs no iterator state.
-
-    Args:
-        per_epoch: Number of positions in an epoch, if it leaves out the end of its permutation.
+    It is a pure function, so that a resumed run needs no iterator state. An epoch of `per_epoch` positions leaves out
+    the end of its permutation.
     """
     per_epoch = per_epoch or num_examples
     positions = [divmod(position, per_epoch) for position in range(start, start + count)]
@@ -229,10 +209,6 @@ def visit_order(
 @lru_cache(maxsize=2)
 def _shuffled(num: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(num)
-
-
-def _identity(num: int, _seed: int, _epoch: int) -> np.ndarray:
-    return np.arange(num)
 
 
 @lru_cache(maxsize=2)
@@ -250,16 +226,12 @@ def _shuffled_by_torch(num: int, seed: int, epoch: int) -> np.ndarray:
     return permutation
 
 
-def _seeded_by_epoch(num: int, seed: int, epoch: int) -> np.ndarray:
-    return _shuffled_by_torch(num, seed + epoch, 0)
-
-
 # By `GRPOConfig.prompt_order`.
 _PERMUTATIONS: dict[PromptOrder, Callable[[int, int, int], np.ndarray]] = {
     "shuffled": _shuffled,
     "shuffled_by_torch": _shuffled_by_torch,
-    "seeded_by_epoch": _seeded_by_epoch,
-    "dataset": _identity,
+    "seeded_by_epoch": lambda num, seed, epoch: _shuffled_by_torch(num, seed + epoch, 0),
+    "dataset": lambda num, _seed, _epoch: np.arange(num),
 }
 
 
@@ -273,12 +245,6 @@ def tools_of_rows(
 
     Without tools of the run they are those of a column `tools`, as a list or as JSON. Nothing runs them, so that an
     episode has one turn, and reward functions judge the calls.
-
-    Args:
-        of_run: Tools of the run for each row.
-
-    Raises:
-        ValueError: The run has tools or environments and the dataset a column `tools`, or its values are no schemas.
     """
     given = [examples[index].get("tools") for index in range(len(examples))] if "tools" in examples[0] else []
     if not any(value is not None for value in given):

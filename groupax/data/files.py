@@ -23,11 +23,7 @@ from groupax.data.images import absolute_paths
 
 
 class TableRows:
-    """Rows of a `datasets.Dataset` without the nulls of calls' arguments. Anything else is as in the dataset.
-
-    Args:
-        dataset: The dataset.
-    """
+    """Rows of a `datasets.Dataset` without the nulls of calls' arguments. Anything else is as in the dataset."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -62,7 +58,7 @@ def calls_without_nulls(messages: Any) -> Any:
 
 
 COMPRESSIONS = (".gz", ".zst", ".bz2")
-BYTE_ORDER_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def file_kind(path: Path) -> str | None:
@@ -74,11 +70,7 @@ def file_kind(path: Path) -> str | None:
 
 
 def read_file(path: Path, name: str) -> list[dict[str, Any]]:
-    """Returns the rows of a file, in which paths of images are absolute; in the file they are relative to its folder.
-
-    Raises:
-        ValueError: The file is of no kind in `READERS`, or it is damaged. The message names the line.
-    """
+    """Returns the rows of a file, whose paths of images, relative to the file's folder, become absolute."""
     kind = file_kind(path)
     if kind is None:
         raise ValueError(
@@ -88,11 +80,7 @@ def read_file(path: Path, name: str) -> list[dict[str, Any]]:
 
 
 def check_characters(value: Any, where: str) -> None:
-    """Checks that all texts in a value, such as a row, consist of valid characters.
-
-    Raises:
-        ValueError: A text has half of a surrogate pair, or the value is nested too deeply.
-    """
+    """Raises a ValueError if a text in a value has half of a surrogate pair, or the value is nested too deeply."""
     try:
         json.dumps(value, ensure_ascii=False, default=lambda _: None, skipkeys=True).encode()
     except UnicodeEncodeError as error:
@@ -183,11 +171,10 @@ def _read_text(path: Path) -> str:
             data = path.read_bytes()
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error_line(error, 500)}") from error
-    coding = BYTE_ORDER_MARKS.get(data[:2])
+    if data[:2] in UTF_16_MARKS:
+        raise ValueError(f"{path} is UTF-16; write it in UTF-8")
     try:
-        if coding is None:
-            return data.decode("utf-8-sig")
-        raise ValueError(f"{path} is {coding}; write it in UTF-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
         raise ValueError(
@@ -200,11 +187,9 @@ def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and where.endswith(".json"):
-            raise ValueError(
-                f"{where} is not valid JSON: {error}; if it has a row on each line, name it .jsonl"
-            ) from error
-        raise ValueError(f"{where} is not valid JSON: {error}") from error
+        has_lines = error.msg == "Extra data" and where.endswith(".json")
+        hint = "; if it has a row on each line, name it .jsonl" if has_lines else ""
+        raise ValueError(f"{where} is not valid JSON: {error}{hint}") from error
     except RecursionError as error:
         raise ValueError(f"{where} is nested too deeply") from error
     except ValueError as error:  # a number of thousands of digits, or a key twice
@@ -266,7 +251,10 @@ def read_rows(
         if path.exists():
             raise ValueError(f"{name}: {path} is neither a file nor a folder")
         if glob.has_magic(str(source)):
-            return _read_pattern(path, name)
+            files = sorted(Path(each) for each in glob.glob(str(path), recursive=True))  # noqa: PTH207 - may be absolute
+            if not files:
+                raise ValueError(f"{name}: no file matches {path}")
+            return [row for each in files for row in read_file(each, name)]
     except OSError as error:
         raise ValueError(f"{name}: {path} cannot be read: {error}") from error
     check_file(source, name)
@@ -274,22 +262,11 @@ def read_rows(
 
 
 def check_file(source: str | os.PathLike[str], name: str) -> None:
-    """Refuses a source that is named like a file of rows, but does not exist.
-
-    Raises:
-        ValueError: There is no such file; names the nearest one.
-    """
+    """Refuses a source that is named like a file of rows, but does not exist."""
     path = Path(source).expanduser()
     if file_kind(path) is not None and not path.exists() and not glob.has_magic(str(source)):
         near = nearest(path.name, [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else [])
         raise ValueError(f"{name}: there is no file {path}{near}")
-
-
-def _read_pattern(pattern: Path, name: str) -> list[dict[str, Any]]:
-    files = sorted(Path(path) for path in glob.glob(str(pattern), recursive=True))  # noqa: PTH207 - patterns may be absolute
-    if not files:
-        raise ValueError(f"{name}: no file matches {pattern}")
-    return [row for path in files for row in read_file(path, name)]
 
 
 def _read_folder(folder: Path, name: str, splits: Sequence[str], subset: str | None) -> Any:
@@ -336,13 +313,8 @@ def _read_hub(source: str, name: str, splits: Sequence[str], subset: str | None)
         return load_dataset(source, subset, split=next(split for split in splits if split in names))
     except MissingSplitError:
         raise
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        DatasetsError,
-    ) as error:  # the hub's errors: network, name, split, script
-        reason = error_line(error, 500)
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:  # of the hub: network, name, split, script
         raise ValueError(
-            f"{name}: there is no file or folder {source}, and it cannot be downloaded from the hub: {reason}"
+            f"{name}: there is no file or folder {source}, and it cannot be downloaded from the hub: "
+            f"{error_line(error, 500)}"
         ) from error

@@ -11,7 +11,7 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def has_images(row: Mapping[str, Any]) -> bool:
     """Returns whether a row has an image in a column or in a message of its prompt."""
     if any(is_filled(row.get(column)) for column in COLUMNS):
         return True
-    return any(_is_image(part) for message in _messages(row.get("prompt")) for part in _parts(message))
+    return any(map(_is_image, _all_parts(_messages(row.get("prompt")))))
 
 
 def is_filled(value: Any) -> bool:
@@ -47,9 +47,7 @@ def with_images(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     As in TRL, the images of a column take the places {"type": "image"} of the messages, in their order. If there are no
     such places, they come before the text of the first message of the user, unless the messages have the same images.
-
-    Raises:
-        ValueError: An image cannot be read, or there are more or fewer of them than places.
+    Raises a ValueError if an image cannot be read, or if there are more or fewer of them than places.
     """
     given, columns = _column(row, where)
     row = {**row, **columns}
@@ -60,9 +58,9 @@ def with_images(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     own = _images_in(messages)
     if len(own) == len(given) and [*map(image_name, own)] == [*map(image_name, given)]:
         given = []
-    if given and not any(_is_place(part) for message in messages for part in _parts(message)):
+    if given and not any(map(_is_place, _all_parts(messages))):
         messages = _with_places(messages, len(given))
-    num_places = sum(_is_place(part) for message in messages for part in _parts(message))
+    num_places = sum(map(_is_place, _all_parts(messages)))
     if num_places != len(given):
         raise ValueError(
             f"{where} has {len(given)} images in its column and {num_places} parts {{'type': 'image'}} without an "
@@ -70,8 +68,8 @@ def with_images(row: Mapping[str, Any], where: str) -> dict[str, Any]:
             "the first message of the user"
         )
     rest = iter(given)
-    filled = [_filled(message, rest) for message in messages]
-    num = sum(_is_image(part) for message in filled for part in _parts(message))
+    filled = _with_parts(messages, lambda part: {**part, "image": next(rest)} if _is_place(part) else part)
+    num = sum(map(_is_image, _all_parts(filled)))
     if num > MAX_IMAGES:
         raise ValueError(f"{where} has {num} images, at most {MAX_IMAGES} are read")
     return {**row, "prompt": filled}
@@ -89,12 +87,7 @@ def without_images(prompt: Any) -> Any:
     """Returns a prompt of `with_images` whose image parts are {"type": "image"}."""
     if isinstance(prompt, str):
         return prompt
-    return [
-        {**message, "content": [{"type": "image"} if _is_image(part) else part for part in message["content"]]}
-        if isinstance(message.get("content"), list)
-        else dict(message)
-        for message in prompt
-    ]
+    return _with_parts(prompt, lambda part: {"type": "image"} if _is_image(part) else part)
 
 
 def save_png(image: Any, file: Any) -> None:
@@ -106,10 +99,6 @@ def read_image(value: Any, where: str) -> Any:
     """Returns an image (see `open_image`), decoded and upright, as a PIL image.
 
     An image whose EXIF data asks for it, such as a photo of a phone, is rotated, as `datasets` and transformers do.
-
-    Raises:
-        ImportError: Pillow is not installed.
-        ValueError: It is no image, too large, damaged, or of another format.
     """
     image = open_image(value, where)
     from PIL import ExifTags, ImageOps
@@ -127,10 +116,6 @@ def open_image(value: Any, where: str, max_pixels: int = MAX_PIXELS) -> Any:
     """Returns an image as a PIL image, after reading its header alone.
 
     Of a photo with further pictures in its file (MPO, with a preview or a depth map) this is the first.
-
-    Raises:
-        ImportError: Pillow is not installed.
-        ValueError: It is none of these, too large, or of another format.
     """
     require("vision", "reading images")
     from PIL import Image, UnidentifiedImageError
@@ -206,16 +191,8 @@ def _absolute_row(row: dict[str, Any], folder: Path) -> dict[str, Any]:
         return {**part, "image": _absolute(part["image"], folder)} if is_one else part
 
     columns = {column: _absolute(row[column], folder) for column in COLUMNS if column in row}
-    if isinstance(row.get("prompt"), list):
-        columns["prompt"] = [
-            {**message, "content": [*map(absolute, message["content"])]} if _parts_of(message) else message
-            for message in row["prompt"]
-        ]
-    return {**row, **columns}
-
-
-def _parts_of(message: Any) -> list[Any]:
-    return _parts(message) if isinstance(message, Mapping) else []
+    prompt = row.get("prompt")
+    return {**row, **columns, **({"prompt": _with_parts(prompt, absolute)} if isinstance(prompt, list) else {})}
 
 
 def _absolute(value: Any, folder: Path) -> Any:
@@ -250,13 +227,22 @@ def _messages(prompt: Any) -> list[Mapping[str, Any]]:
 
 
 def _images_in(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    parts = (part for message in messages for part in _parts(message) if _is_image(part))
+    parts = filter(_is_image, _all_parts(messages))
     return [part["image"] for part in parts if part.get("image") is not None]
 
 
-def _parts(message: Mapping[str, Any]) -> list[Any]:
-    content = message.get("content")
+def _parts(message: Any) -> list[Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
     return content if isinstance(content, list) else []
+
+
+def _all_parts(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [part for message in messages for part in _parts(message)]
+
+
+def _with_parts(messages: Sequence[Any], of: Callable[[Any], Any]) -> list[Any]:
+    """Returns messages with what a function returns in place of each of their parts."""
+    return [{**each, "content": [*map(of, each["content"])]} if _parts(each) else each for each in messages]
 
 
 def _is_image(part: Any) -> bool:
@@ -305,19 +291,8 @@ def _with_places(messages: Sequence[dict[str, Any]], number: int) -> list[dict[s
     return list(messages)
 
 
-def _filled(message: dict[str, Any], images: Iterator[Any]) -> dict[str, Any]:
-    if not isinstance(message.get("content"), list):
-        return message
-    parts = [{**part, "image": next(images)} if _is_place(part) else part for part in message["content"]]
-    return {**message, "content": parts}
-
-
 def _data_of(value: Any, where: str) -> bytes:
-    """Returns the bytes of an image's file.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """Returns the bytes of an image's file."""
     if isinstance(value, Mapping) and (value.get("bytes") is not None or value.get("path") is not None):
         return _data_of(value["bytes"] if value.get("bytes") is not None else value["path"], where)
     if isinstance(value, (bytes, bytearray, memoryview)):

@@ -22,19 +22,14 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class ImageEncoder(Protocol):
-    """Encodes prompts with images for one model.
+    """Encodes prompts with images for one model."""
 
-    Attributes:
-        max_bytes: Size of the processed images that may be kept in memory, in bytes.
-    """
-
-    max_bytes: int
+    max_bytes: int  # size of the processed images that may be kept in memory
 
     def encode(self, text: str, images: Sequence[Any], is_rendered: bool) -> tuple[np.ndarray, PromptImages]:
         """Returns the token ids of a prompt with placeholders for its PIL images, and these images.
 
-        Raises:
-            ValueError: There are more or fewer placeholders than images, or the model cannot see an image.
+        Raises a ValueError if there are more or fewer placeholders than images, or if the model cannot see an image.
         """
         ...
 
@@ -48,12 +43,9 @@ class ImageEncoder(Protocol):
 
 
 class ImageRows:
-    """Rows whose images are read when a row is (see `images.with_images`).
+    """Rows of a dataset, all or those of some indices, whose images are read when a row is (see `images.with_images`).
 
-    Args:
-        examples: Rows of a dataset.
-        name: Name of a row in an error, before its index.
-        indices: Indices of the rows; None for all.
+    `name` is that of a row in an error, before its index.
     """
 
     def __init__(self, examples: Examples, name: str, indices: Sequence[int] | None = None) -> None:
@@ -75,11 +67,7 @@ class ImageRows:
 class ImagesOfPrompts:
     """The images of prompts by index, read and processed when they are needed; the last ones used are kept in memory.
 
-    Args:
-        rows: Rows with the prompts.
-        encoder: Encodes images.
-        token_ids: Tokens of each prompt.
-        digests: Digests of the images of each prompt; none for a prompt of text.
+    `digests` has those of the images of each prompt, none for a prompt of text.
     """
 
     def __init__(
@@ -96,11 +84,7 @@ class ImagesOfPrompts:
         self._lock = threading.Lock()
 
     def __getitem__(self, index: int) -> PromptImages | None:
-        """Returns the images of a prompt; None for a prompt of text.
-
-        Raises:
-            ValueError: The images are no longer those that they were at the start.
-        """
+        """Returns the images of a prompt, which must still be those of the start; None for a prompt of text."""
         if not self.digests[index]:
             return None
         with self._lock:
@@ -137,23 +121,14 @@ def _num_bytes(images: PromptImages) -> int:
 
 @dataclass(frozen=True, eq=False)
 class PromptSet:
-    """Prompts with their token ids.
+    """Prompts with their token ids."""
 
-    Attributes:
-        examples: Rows with a `prompt` and any further columns.
-        token_ids: Token ids of each prompt.
-        num_dropped: Number of prompts left out because they were too long.
-        num_truncated: Number of prompts whose start was cut off.
-        max_length: Longest prompt allowed, in tokens.
-        images: Images of each prompt; None if all prompts are text.
-    """
-
-    examples: Examples
-    token_ids: Sequence[np.ndarray]
-    num_dropped: int = 0
-    num_truncated: int = 0
-    max_length: int = 0
-    images: ImagesOfPrompts | None = None
+    examples: Examples  # rows with a `prompt` and any further columns
+    token_ids: Sequence[np.ndarray]  # of each prompt
+    num_dropped: int = 0  # prompts left out because they were too long
+    num_truncated: int = 0  # prompts whose start was cut off
+    max_length: int = 0  # longest prompt allowed, in tokens
+    images: ImagesOfPrompts | None = None  # of each prompt; None if all prompts are text
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -348,11 +323,7 @@ def _check_ids(given: Any, name: str) -> np.ndarray:
 def _template_kwargs(
     examples: Examples, prompts: Sequence[Any], shared: Mapping[str, Any], name: str
 ) -> list[dict[str, Any]] | None:
-    """Returns each prompt's arguments for the chat template, or None if there are none.
-
-    Raises:
-        ValueError: A row's arguments are not a mapping, or no prompt is rendered by a chat template.
-    """
+    """Returns each prompt's arguments for the chat template, or None if there are none."""
     if shared and not any(map(is_conversational, prompts)):
         raise ValueError(
             f"chat_template_kwargs has {', '.join(shared)}, but no prompt is a list of messages, and a chat template "
@@ -375,11 +346,7 @@ def row_template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prompt_limit(max_positions: int, max_completion_length: int, max_prompt_length: int | None, name: str) -> int:
-    """Returns the longest prompt allowed, in tokens: the positions that the completion leaves, or fewer.
-
-    Raises:
-        ValueError: The completion leaves no position.
-    """
+    """Returns the longest prompt allowed, in tokens: the positions that the completion leaves, or fewer."""
     context = max_positions - max_completion_length
     limit = min(context, max_prompt_length or context)
     if limit < 1:

@@ -5,7 +5,7 @@ import re
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 from groupax.core.settings.rollouts import check_template_kwargs
 from groupax.core.settings.sft import ExampleSettings
 from groupax.core.types import Prompt, Row
-from groupax.data.chat import render_all
+from groupax.data.chat import Conversation, render_all
 from groupax.data.examples import Examples, tools_of_rows
 from groupax.data.prompts import row_template_kwargs
 from groupax.data.tokenizer import encode_texts, is_conversational, rust_errors
@@ -24,39 +24,24 @@ START, END = "\ue0f0", "\ue0f1"  # written in place of the tags; for private use
 Spans = list[tuple[int, int]]
 
 
-def render_with_spans(
-    tokenizer: Any,
-    conversations: Sequence[Sequence[Mapping[str, Any]]],
-    names: Sequence[str],
-    template_kwargs: Sequence[Mapping[str, Any]],
-    tools: Sequence[Sequence[Mapping[str, Any]]],
-) -> tuple[list[str], list[Spans]]:
+def render_with_spans(tokenizer: Any, conversations: Sequence[Conversation]) -> tuple[list[str], list[Spans]]:
     """Renders conversations, and returns where in each text the assistant's parts start and end.
 
     They are what the chat template puts between {% generation %} and {% endgeneration %}. A template without these tags
     is asked for the conversation before and after each of the assistant's messages.
-
-    Raises:
-        ValueError: The template renders the start of a conversation differently from the whole, or a conversation
-            cannot be rendered (see `render_all`).
     """
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-    arguments: dict[str, Any] = {"template_kwargs": template_kwargs, "tools": tools}
     if not TAG.search(template):
-        texts = render_all(tokenizer, conversations, names, add_generation_prompt=False, **arguments)
-        return texts, _spans_of_prefixes(tokenizer, conversations, texts, names, **arguments)
+        texts = render_all(tokenizer, conversations, add_generation_prompt=False)
+        return texts, _spans_of_prefixes(tokenizer, conversations, texts)
     marking = copy.copy(tokenizer)
     marking.chat_template = TAG.sub(_marker, template)
-    marked = render_all(marking, conversations, names, add_generation_prompt=False, **arguments)
+    marked = render_all(marking, conversations, add_generation_prompt=False)
     return [text.replace(START, "").replace(END, "") for text in marked], [_marked_spans(text) for text in marked]
 
 
 def learned_tokens(tokenizer: Any, text: str, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the token ids of a rendered text, and which tokens have a character in one of the spans.
-
-    Raises:
-        ValueError: The tokenizer does not say which characters a token has.
-    """
+    """Returns the token ids of a rendered text, and which tokens have a character in one of the spans."""
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             "assistant_only_loss needs a fast tokenizer, which says which characters a token has; convert it to "
@@ -90,35 +75,26 @@ def _marked_spans(text: str) -> Spans:
     return spans
 
 
-def _spans_of_prefixes(
-    tokenizer: Any,
-    conversations: Sequence[Sequence[Mapping[str, Any]]],
-    texts: Sequence[str],
-    names: Sequence[str],
-    template_kwargs: Sequence[Mapping[str, Any]],
-    tools: Sequence[Sequence[Mapping[str, Any]]],
-) -> list[Spans]:
+def _spans_of_prefixes(tokenizer: Any, conversations: Sequence[Conversation], texts: Sequence[str]) -> list[Spans]:
     turns = [
         (index, number)
-        for index, messages in enumerate(conversations)
-        for number, message in enumerate(messages)
+        for index, each in enumerate(conversations)
+        for number, message in enumerate(each.messages)
         if message.get("role") == "assistant"
     ]
 
     def rendered(shift: int, add_generation_prompt: bool) -> list[str]:
-        parts = [list(conversations[index][: number + shift]) for index, number in turns]
-        own = [names[index] for index, _ in turns]
-        kwargs = [template_kwargs[index] for index, _ in turns]
-        schemas = [tools[index] for index, _ in turns]
-        return render_all(tokenizer, parts, own, add_generation_prompt, kwargs, schemas)
+        chosen = [(conversations[index], number + shift) for index, number in turns]
+        parts = [replace(each, messages=list(each.messages[:end])) for each, end in chosen]
+        return render_all(tokenizer, parts, add_generation_prompt)
 
     spans: list[Spans] = [[] for _ in conversations]
     for (index, number), before, after in zip(turns, rendered(0, True), rendered(1, False), strict=True):
         if not (texts[index].startswith(after) and after.startswith(before)):
             raise ValueError(
-                f"{names[index]}: assistant_only_loss cannot tell message {number + 1} apart: the chat template has no "
-                "{% generation %} tags, and renders the start of the conversation differently from the whole; set "
-                "chat_template to one with these tags, or assistant_only_loss to False"
+                f"{conversations[index].name}: assistant_only_loss cannot tell message {number + 1} apart: the chat "
+                "template has no {% generation %} tags, and renders the start of the conversation differently from the "
+                "whole; set chat_template to one with these tags, or assistant_only_loss to False"
             )
         spans[index].append((len(before), len(after)))
     return spans
@@ -130,32 +106,20 @@ NOT_LEARNED = -100  # in a column `labels`
 
 @dataclass(frozen=True, eq=False)
 class TokenExample:
-    """An example as tokens.
-
-    Attributes:
-        ids: Token ids.
-        learned: Tokens that count in the loss; never the first one of a training sequence, which nothing predicts.
-    """
+    """An example as tokens."""
 
     ids: Int[np.ndarray, "T"]
-    learned: Bool[np.ndarray, "T"]
+    learned: Bool[np.ndarray, "T"]  # counts in the loss; never the first of a sequence, which nothing predicts
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingSet:
-    """Sequences of examples.
+    """Sequences of examples."""
 
-    Attributes:
-        sequences: The examples of each sequence: one, or with packing as many as fit.
-        num_dropped: Number of examples without a token to learn, which are left out.
-        num_truncated: Number of examples that were cut off.
-        max_length: Longest sequence allowed, in tokens.
-    """
-
-    sequences: Sequence[Sequence[TokenExample]]
-    num_dropped: int
-    num_truncated: int
-    max_length: int
+    sequences: Sequence[Sequence[TokenExample]]  # examples of each: one, or with packing as many as fit
+    num_dropped: int  # examples without a token to learn, which are left out
+    num_truncated: int  # examples that were cut off
+    max_length: int  # longest sequence allowed, in tokens
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -189,9 +153,6 @@ def encode_training_set(
     An example is a conversation (`messages`), a `prompt` with a `completion`, both texts or lists of messages, a text,
     or `input_ids`, with `labels` that are -100 where a token is not learned. Texts and completions end with the
     tokenizer's end-of-sequence token.
-
-    Raises:
-        ValueError: A row is of no kind, or cannot be encoded; a setting does not apply; or no token can be learned.
     """
     max_length = min(settings.max_length or max_positions, max_positions)
     strategy = settings.packing_strategy if settings.packing else None
@@ -307,7 +268,8 @@ def _encoded(examples: Examples, tokenizer: Any, settings: ExampleSettings, name
     elif has_completions:
         yield from _completions(rows, names, tokenizer, settings)
     elif "messages" in first:
-        ids, learned = _conversations([row["messages"] for row in rows], rows, names, tokenizer, settings)
+        conversations = _as_conversations([row["messages"] for row in rows], rows, names, settings)
+        ids, learned = _conversations(conversations, tokenizer, settings)
         yield from map(TokenExample, ids, learned)
     elif text_field in first:
         _refuse_settings_of_templates(settings, rows, name)
@@ -324,11 +286,11 @@ def _completions(
     """Yields examples of prompts with completions; these start where prompt and example differ."""
     prompts, completions = ([row[column] for row in rows] for column in ("prompt", "completion"))
     if is_conversational(prompts[0]):
-        kwargs, tools = _template_arguments(rows, settings, names)
-        starts = render_all(tokenizer, prompts, names, True, kwargs, tools)
-        prompt_ids = encode_texts(tokenizer, starts, [True] * len(rows))
-        both = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
-        ids, learned = _conversations(both, rows, names, tokenizer, settings)
+        begun = _as_conversations(prompts, rows, names, settings)
+        prompt_ids = encode_texts(tokenizer, render_all(tokenizer, begun), [True] * len(rows))
+        pairs = zip(begun, completions, strict=True)
+        whole = [replace(each, messages=[*each.messages, *completion]) for each, completion in pairs]
+        ids, learned = _conversations(whole, tokenizer, settings)
     else:
         _refuse_settings_of_templates(settings, rows, names[0])
         for row_name, prompt in zip(names, prompts, strict=True):
@@ -346,35 +308,30 @@ def _completions(
 
 
 def _conversations(
-    conversations: Sequence[Any],
-    rows: Sequence[Mapping[str, Any]],
-    names: Sequence[str],
-    tokenizer: Any,
-    settings: ExampleSettings,
+    conversations: Sequence[Conversation], tokenizer: Any, settings: ExampleSettings
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Returns the token ids of conversations, and which of them are learned."""
-    kwargs, tools = _template_arguments(rows, settings, names)
     if settings.assistant_only_loss:
-        texts, spans = render_with_spans(tokenizer, conversations, names, kwargs, tools)
+        texts, spans = render_with_spans(tokenizer, conversations)
         pairs = [learned_tokens(tokenizer, text, own) for text, own in zip(texts, spans, strict=True)]
         return [ids for ids, _ in pairs], [learned for _, learned in pairs]
-    texts = render_all(
-        tokenizer, conversations, names, add_generation_prompt=False, template_kwargs=kwargs, tools=tools
-    )
+    texts = render_all(tokenizer, conversations, add_generation_prompt=False)
     ids = encode_texts(tokenizer, texts, [True] * len(texts))
     return ids, [np.ones(len(each), bool) for each in ids]
 
 
-def _template_arguments(
-    rows: Sequence[Mapping[str, Any]], settings: ExampleSettings, names: Sequence[str]
-) -> tuple[list[Mapping[str, Any]], Sequence[Sequence[Mapping[str, Any]]]]:
-    arguments: list[Mapping[str, Any]] = []
-    for row, name in zip(rows, names, strict=True):
+def _as_conversations(
+    messages: Sequence[Any], rows: Sequence[Mapping[str, Any]], names: Sequence[str], settings: ExampleSettings
+) -> list[Conversation]:
+    """Returns the messages of rows with their own arguments of the chat template, and their tools."""
+    tools = tools_of_rows(rows, None, False, names[0].rpartition(" ")[0]) or [()] * len(rows)
+    conversations = []
+    for own, row, name, schemas in zip(messages, rows, names, tools, strict=True):
         if row.get("chat_template_kwargs") is not None:
             check_template_kwargs(row["chat_template_kwargs"], f"{name}: chat_template_kwargs")
-        arguments.append({**settings.chat_template_kwargs, **row_template_kwargs(row)})
-    tools = tools_of_rows(rows, None, False, names[0].rpartition(" ")[0])
-    return arguments, [()] * len(rows) if tools is None else tools
+        kwargs = {**settings.chat_template_kwargs, **row_template_kwargs(row)}
+        conversations.append(Conversation(own, name, kwargs, schemas))
+    return conversations
 
 
 def _given(row: Mapping[str, Any], name: str) -> TokenExample:

@@ -15,7 +15,7 @@ import numpy as np
 from groupax.core.storage.folders import MAX_JSON_BYTES, READ, check_links, read_json
 from groupax.core.terminal.printable import error_line, short_repr
 from groupax.core.types import Prompt
-from groupax.data.chat import CHAT_TEMPLATES, TEMPLATES, TemplateError, render_all
+from groupax.data.chat import CHAT_TEMPLATES, TEMPLATES, Conversation, TemplateError, render_all
 from groupax.data.files import check_characters
 
 # Classes of tokenizers that are fully described by `tokenizer.json`.
@@ -45,12 +45,9 @@ TOKENIZER_OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_
 def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = None) -> Any:
     """Loads the `transformers` tokenizer of a model folder, without running code of the folder.
 
-    Args:
-        chat_template: Name in `CHAT_TEMPLATES` or file of a template that replaces the tokenizer's own.
-
-    Raises:
-        ValueError: The tokenizer is missing, damaged or Python code, needs more time or memory for a short text than
-            any does, or there is no such template.
+    `chat_template` is a name in `CHAT_TEMPLATES` or a file of a template that replaces the tokenizer's own. Raises a
+    ValueError if the tokenizer is missing, damaged or Python code, or if it needs more time or memory for a short text
+    than any does.
     """
     folder = Path(folder)
     if folder.is_dir():
@@ -77,11 +74,7 @@ def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = N
 
 
 def _check_files(folder: Path) -> None:
-    """Checks a tokenizer's files before transformers reads them.
-
-    Raises:
-        ValueError: There is no vocabulary, a file is damaged or leads out of the folder, or code is requested.
-    """
+    """Raises a ValueError, before transformers reads them, if files lack, are damaged, lead out, or ask for code."""
     check_links(folder)
     if not any(any(folder.glob(pattern)) for pattern in VOCABULARY_FILES):
         names = ", ".join(VOCABULARY_FILES)
@@ -118,9 +111,6 @@ def _try_out(path: Path) -> None:
     """Encodes and decodes a text in the limited process, unless the rules of `tokenizer.json` are all harmless.
 
     Rules may be regular expressions that take forever, and replacements that make 10^12 characters of one.
-
-    Raises:
-        ValueError: That fails, or takes too long or too much memory.
     """
     content = read_json(path)
     rules = json.dumps([content.get(name) for name in RULES])
@@ -224,38 +214,18 @@ def encode_prompts(
         max_tokens: Limit beyond which a prompt need not be complete: of a longer prompt, an end that exceeds the limit
             may be encoded instead. None encodes everything.
         may_be_empty: Whether a conversation needs no text, e.g. since an environment adds to it.
-
-    Raises:
-        ValueError: A prompt is neither a string nor a list of messages of text, has template arguments that no template
-            reads, has tools that no template writes, or has messages and the tokenizer's chat template is missing or
-            fails.
     """
     arguments = template_kwargs if template_kwargs is not None else [{}] * len(prompts)
     tools = tools if tools is not None else [()] * len(prompts)
+    given = enumerate(zip(prompts, arguments, tools, strict=True))
+    every = [Conversation(prompt, f"{name} {index}", kwargs, own) for index, (prompt, kwargs, own) in given]
     rendered = [is_conversational(prompt) for prompt in prompts]
-    chosen = [index for index, flag in enumerate(rendered) if flag]
-    conversations = [prompts[index] for index in chosen]
-    names, chosen_kwargs = [f"{name} {index}" for index in chosen], [arguments[index] for index in chosen]
-    chosen_tools = [tools[index] for index in chosen]
-    rendered_texts = iter(
-        render_all(
-            tokenizer,
-            conversations,
-            names,
-            template_kwargs=chosen_kwargs,
-            tools=chosen_tools,
-            may_be_empty=may_be_empty,
-        )
-    )
-    texts = [
-        next(rendered_texts) if flag else _checked_text(prompt, given, own, f"{name} {index}")
-        for index, (prompt, given, own, flag) in enumerate(zip(prompts, arguments, tools, rendered, strict=True))
-    ]
-    return (
-        encode_texts(tokenizer, texts, rendered)
-        if max_tokens is None
-        else encode_within(tokenizer, texts, rendered, max_tokens)
-    )
+    conversations = [each for each in every if is_conversational(each.messages)]
+    rendered_texts = iter(render_all(tokenizer, conversations, may_be_empty=may_be_empty))
+    texts = [next(rendered_texts) if flag else _checked_text(each) for each, flag in zip(every, rendered, strict=True)]
+    if max_tokens is None:
+        return encode_texts(tokenizer, texts, rendered)
+    return encode_within(tokenizer, texts, rendered, max_tokens)
 
 
 def encode_within(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool], max_tokens: int) -> list[np.ndarray]:
@@ -268,21 +238,20 @@ def encode_within(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool]
     return encoded
 
 
-def _checked_text(
-    prompt: str, template_kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], name: str
-) -> str:
-    if tools:
+def _checked_text(prompt: Conversation) -> str:
+    """Returns a prompt that is a string, which no chat template renders."""
+    if prompt.tools:
         raise ValueError(
-            f"{name} is a string, which is not rendered by a chat template, so the model would not know its tools; "
-            "give a list of messages, or leave the tools out"
+            f"{prompt.name} is a string, which is not rendered by a chat template, so the model would not know its "
+            "tools; give a list of messages, or leave the tools out"
         )
-    if template_kwargs:
+    if prompt.template_kwargs:
         raise ValueError(
-            f"{name} is a string, which is not rendered by a chat template, but has chat_template_kwargs "
-            f"{dict(template_kwargs)!r:.200}; leave them out, or give a list of messages"
+            f"{prompt.name} is a string, which is not rendered by a chat template, but has chat_template_kwargs "
+            f"{dict(prompt.template_kwargs)!r:.200}; leave them out, or give a list of messages"
         )
-    check_characters(prompt, name)
-    return prompt
+    check_characters(prompt.messages, prompt.name)
+    return prompt.messages
 
 
 def _encode_end(tokenizer: Any, text: str, rendered: bool, max_tokens: int) -> np.ndarray:
@@ -314,9 +283,6 @@ def token_ids(tokenizer: Any, texts: Sequence[str], add_special_tokens: bool = T
 
     A text that begins with the special tokens that the tokenizer puts first, as one does that `apply_chat_template` has
     rendered, has them once.
-
-    Raises:
-        ValueError: The tokenizer's own rules fail for a text.
     """
     with rust_errors():
         rows = tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from urllib.parse import unquote
 
@@ -23,13 +24,9 @@ QUOTED = 40  # characters of the text that an error quotes
 
 
 def read_json(text: str, start: int = 0) -> tuple[Any, int]:
-    """Returns the JSON value that begins at a position of a text, and the position of its end.
+    """Returns the JSON value that begins at a position of a text, from which errors count, and where it ends.
 
-    Args:
-        start: Position in the text. Positions in errors count from here.
-
-    Raises:
-        ValueError: It is not valid JSON, repeats a key, has a half of a surrogate pair, or is nested too deeply.
+    Raises a ValueError if it is no JSON, repeats a key, has a half of a surrogate pair, or is nested too deeply.
     """
     begin = skip_space(text, start)
     try:
@@ -78,12 +75,8 @@ def _finite(text: str) -> float:
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
+        outer = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [*chain.from_iterable(outer)]
         if not level:
             return
     raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
@@ -121,25 +114,15 @@ class _Text:
 
 @dataclass
 class _Check:
-    """A check of one call.
+    """A check of one call."""
 
-    Attributes:
-        root: Schema of the arguments, to which references refer.
-        owner: Name of the tool in an error.
-        steps: Steps that are left.
-    """
-
-    root: Mapping[str, Any]
-    owner: str
-    steps: int
+    root: Mapping[str, Any]  # schema of the arguments, to which references refer
+    owner: str  # name of the tool in an error
+    steps: int  # that are left
 
 
 def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any], is_text: bool = False) -> dict[str, Any]:
-    """Returns the arguments of a call as the tool's schema wants them (see `convert_arguments`).
-
-    Raises:
-        ValueError: An argument is unknown, missing or of a wrong type; the message is for the model.
-    """
+    """Returns the arguments of a call as the tool's schema wants them, or raises a ValueError for the model."""
     values, faults = convert_arguments(schema, arguments, is_text)
     if faults:
         raise ValueError(faults[0])
@@ -177,11 +160,7 @@ def convert_arguments(
 
 
 def _checked(check: _Check, schema: Any, value: Any, where: str, refs: tuple[str, ...] = ()) -> tuple[Any, list[str]]:
-    """Returns a value as its schema wants it, and what is wrong with it.
-
-    Args:
-        refs: References that were followed to this schema for the same value.
-    """
+    """Returns a value as its schema wants it, and what is wrong with it; `refs` were followed for the same value."""
     check.steps -= 1
     if check.steps < 0:
         return value, []

@@ -22,7 +22,6 @@ from groupax.tools.tool import Tool, tools_from
 # Functions that make environments or tools, whose names need no module.
 ENVIRONMENTS = {
     "openenv": "groupax.satellites.environments.openenv:openenv",
-    "verifiers": "groupax.satellites.environments.verifiers_v0:verifiers",
     "program": "groupax.satellites.environments.program:program",
 }
 TOOLS = {

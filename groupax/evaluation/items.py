@@ -2,16 +2,18 @@
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 
-from groupax.core.storage.folders import MAX_LOG_BYTES, read_file
+from groupax.core.settings.fields import check_type
+from groupax.core.storage.folders import MAX_LOG_BYTES, read_file, replacing_file
 from groupax.core.types import Rollout
 from groupax.data.images import named
 from groupax.episodes.as_json import messages_as_json, turns_as_json
@@ -100,7 +102,6 @@ ACCURACY_REWARDS: dict[str, Callable[[str], str | None] | None] = {
     "gsm8k_accuracy": number_answer,
     "math_accuracy": math_answer,
     "think_answer_correct": tagged_answer,
-    "countdown_correct": None,
     "code_tests": None,
 }
 
@@ -314,15 +315,8 @@ def binary_rewards(items: Iterable[Item]) -> list[str]:
 
 def write_items(path: Path, items: Iterable[Item]) -> None:
     """Writes the items as JSON Lines, atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}")
-    try:
-        with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:  # for lone surrogates
-            file.writelines(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in items)
-        partial.rename(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    with replacing_file(path) as partial, partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in items)  # lone surrogates too
 
 
 def read_items(path: Path) -> list[Item]:
@@ -335,19 +329,41 @@ def read_items(path: Path) -> list[Item]:
         lines = read_file(path, MAX_LOG_BYTES).decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    known = {each.name for each in fields(Item)}
     items = []
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:
-            record = json.loads(line)
-            if not isinstance(record, dict) or set(record) != known:
-                raise ValueError(f"an item has {', '.join(sorted(known))}")
-            items.append(Item(**{**record, "completions": [Completion(**each) for each in record["completions"]]}))
-        except (ValueError, TypeError) as error:
+            items.append(_item(json.loads(line)))
+        except (OverflowError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {number} is not an item of an evaluation: {error}") from error
     return items
+
+
+CHECKED = {kind: get_type_hints(kind) for kind in (Item, Completion)}
+UNCHECKED = ("prompt", "completions", "turns", "messages")  # by their types
+
+
+def _item(record: Any) -> Item:
+    """Returns the item of a record in JSON types.
+
+    Raises:
+        OverflowError, TypeError, ValueError: It is none.
+    """
+    if not isinstance(record, dict) or set(record) != CHECKED[Item].keys():
+        raise ValueError(f"an item has {', '.join(sorted(CHECKED[Item]))}")
+    completions = [Completion(**each) for each in record["completions"]]
+    item = Item(**{**record, "completions": completions})
+    for each in (item, *completions):
+        for name, kind in CHECKED[type(each)].items():
+            if name not in UNCHECKED:
+                check_type(name, getattr(each, name), kind)
+    if not completions or any(each.rewards.keys() != completions[0].rewards.keys() for each in completions):
+        raise ValueError("it has no completions with the same rewards")
+    for value in (value for each in completions for value in (*each.rewards.values(), each.reward)):
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"its reward {value} is not finite")
+    return item
 
 
 def _by_name(values: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

@@ -188,7 +188,6 @@ def stack_adapters(base: Params, adapters: Sequence[Changes]) -> Params:
     """Returns the base with several adapters, of which `select_adapters` chooses one for each row.
 
     Args:
-        base: Weights of the model, which are not copied.
         adapters: The adapters, at least one. They may differ in rank, scale and modules.
 
     Raises:
@@ -203,7 +202,6 @@ def select_adapters(params: Params, rows: Int[Array, "M"] | None) -> Params:
     """Returns the weights for a forward pass over M tokens.
 
     Args:
-        params: What `stack_adapters` has returned.
         rows: Index of each token's adapter, -1 for the base; None leaves weights without several adapters as they are.
     """
     if rows is None:

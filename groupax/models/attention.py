@@ -38,9 +38,7 @@ def attend(
     of these. A query before its row's start sees nothing and gets the mean of all values.
 
     Args:
-        q, k, v: Queries, keys and values.
         starts: First column of each row.
-        attn: Settings of the layer's attention.
         blocks: Image of each column (`vision.placement.image_blocks`), -1 for text, of a model that sees whole images:
             the columns of an image see each other.
         sinks: Logit of each head that adds to the sum of its softmax, without a value; None for none.
@@ -95,7 +93,6 @@ def attend_masked(
     Args:
         q, keys, values: The queries, and the keys and values of S columns.
         visible: Columns that each query sees.
-        attn: Settings of the layer's attention.
         by_block: Whether to compute by blocks of columns (see `COLUMN_BLOCK`).
         sinks: Logits of the heads that add to their sums (see `attend`).
     """

@@ -131,8 +131,6 @@ def forward(
     Layers of the same kind are traced once, so `attend` and `recur` may read their closures but must not change them.
 
     Args:
-        config: Architecture of the model.
-        params: Weights of the model.
         tokens: Token ids.
         positions: Position of each token in its sequence, or three coordinates of it (see `Rope.sections`).
         attend: Attention of the caller (see above). Whether the tokens of an image see each other is up to it too (see

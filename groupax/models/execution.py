@@ -63,11 +63,7 @@ def execution_for(
     """Returns the execution settings for a platform.
 
     Args:
-        platform: "cpu" or an accelerator's platform.
-        checkpointing: What the backward pass recomputes.
         scan_layers: Whether to scan layers; None scans on accelerators, whose compilers take seconds per layer.
-        attention: Attention kernel; None for plain attention.
-        reduce_dtype: Dtype in which devices add up the gradients of weights that are sharded over fsdp.
     """
     on_cpu = platform == "cpu"
     scans = not on_cpu if scan_layers is None else scan_layers
@@ -79,27 +75,15 @@ def execution_for(
 Layer = Callable[[Array, Any, int], tuple[Array, Any]]
 
 
-@dataclass(frozen=True)
-class LayerPattern:
-    """A pattern of `period` layers that starts at layer `first` and repeats `repeats` times."""
+def repeating_pattern(kinds: Sequence[Hashable]) -> tuple[int, int, int]:
+    """Returns the first layer, the period and the number of repeats of a pattern of layers, all 0 without one.
 
-    first: int
-    period: int
-    repeats: int
-
-    @property
-    def end(self) -> int:
-        """The index of the first layer after the pattern."""
-        return self.first + self.period * self.repeats
-
-
-def find_repeating_pattern(kinds: Sequence[Hashable]) -> LayerPattern:
-    """Finds the pattern that leaves the fewest layers to be compiled.
+    It is the pattern that leaves the fewest layers to be compiled.
 
     Args:
         kinds: The kind of each layer; layers of equal kinds can share a program.
     """
-    best, fewest = LayerPattern(0, 0, 0), len(kinds)
+    best, fewest = (0, 0, 0), len(kinds)
     for period in range(1, len(kinds) // 2 + 1):
         is_equal = [kinds[index] == kinds[index + period] for index in range(len(kinds) - period)]
         for first in range(len(is_equal)):
@@ -107,7 +91,7 @@ def find_repeating_pattern(kinds: Sequence[Hashable]) -> LayerPattern:
             repeats = 1 + length // period
             compiled = len(kinds) - period * (repeats - 1)
             if repeats > 1 and compiled < fewest:
-                best, fewest = LayerPattern(first, period, repeats), compiled
+                best, fewest = (first, period, repeats), compiled
     return best
 
 
@@ -117,17 +101,18 @@ def apply_layers(layer: Layer, x: Array, layers: Sequence[Any], kinds: Sequence[
     Args:
         layer: Function of one layer; it may depend on the index only through the layer's kind. It is called once for
             each layer of the first period and for each layer outside of the pattern.
-        x: Input of the first layer.
-        layers: Weights of each layer.
         kinds: Kind of each layer. Only layers whose weights agree in structure, shape and dtype share a program.
     """
-    pattern = find_repeating_pattern([(kind, _form(weights)) for kind, weights in zip(kinds, layers, strict=True)])
+    forms = [(kind, _form(weights)) for kind, weights in zip(kinds, layers, strict=True)]
+    first, period, repeats = repeating_pattern(forms)
     extras, index = [], 0
     while index < len(layers):
-        if index == pattern.first and pattern.repeats:
-            x, pattern_extras = _scan_pattern(layer, x, layers, pattern)
+        if index == first and repeats:
+            end = first + period * repeats
+            periods = [layers[start : start + period] for start in range(first, end, period)]
+            x, pattern_extras = _scan_periods(layer, x, periods, first)
             extras += pattern_extras
-            index = pattern.end
+            index = end
         else:
             x, extra = layer(x, layers[index], index)
             extras.append(extra)
@@ -140,10 +125,8 @@ def _form(weights: Any) -> Hashable:
     return structure, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
-def _scan_pattern(layer: Layer, x: Array, layers: Sequence[Any], pattern: LayerPattern) -> tuple[Array, list[Any]]:
-    """Scans over the periods of a pattern. Weights are stacked for it, except for arrays that all periods share."""
-    first, period = pattern.first, pattern.period
-    periods = [layers[start : start + period] for start in range(first, pattern.end, period)]
+def _scan_periods(layer: Layer, x: Array, periods: list[Sequence[Any]], first: int) -> tuple[Array, list[Any]]:
+    """Scans over periods of layers. Weights are stacked for it, except for arrays that all periods share."""
     structure = jax.tree.structure(periods[0])
     columns = list(zip(*map(jax.tree.leaves, periods), strict=True))
     is_shared = [all(leaf is column[0] for leaf in column) for column in columns]
@@ -159,4 +142,4 @@ def _scan_pattern(layer: Layer, x: Array, layers: Sequence[Any], pattern: LayerP
         return x, extras
 
     x, extras = lax.scan(apply_period, x, stacked)
-    return x, [jax.tree.map(lambda leaf, n=n: leaf[n], each) for n in range(pattern.repeats) for each in extras]
+    return x, [jax.tree.map(lambda leaf, n=n: leaf[n], each) for n in range(len(periods)) for each in extras]

@@ -78,13 +78,7 @@ def mixture_of_experts(
     all devices.
 
     Args:
-        experts: Settings of the mixture.
-        x: Inputs of the tokens.
-        router: Weights of the router.
         matrices: Matrices of the experts: gate, up and down.
-        biases: Their biases, if they have any.
-        activation: Activation of the experts.
-        layout: Sharding of the model.
         recorded: Experts to choose (see `route`).
     """
     weights, routing = route(experts, router.logits(x), router.correction, recorded)
@@ -239,8 +233,6 @@ def load_balancing_loss(
     layers with experts, as in `transformers`. Source: arXiv:2101.03961, equations 4 to 6.
 
     Args:
-        routings: Routings of the layers with experts.
-        counted: Mask of the tokens that are not padding.
         axes: Mesh axes over which the tokens are sharded, inside a shard_map. The result is then partial: its sum over
             the devices is the loss of all tokens.
     """
@@ -266,7 +258,7 @@ def _grouped_matmul(
     XLA has kernels for it on TPUs. On NVIDIA GPUs it would multiply all rows by all matrices.
     """
     if traced_platform() == "gpu":
-        from groupax.models.kernels.grouped_matmul import grouped_matmul
+        from groupax.models.kernels.triton_matmul import grouped_matmul
 
         return grouped_matmul(rows, weights, sizes)
     return lax.ragged_dot_general(rows, weights, sizes, _ROWS_BY_GROUP)

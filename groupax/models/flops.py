@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from groupax.core.storage.folders import ADAPTER_NAME, check_links, read_json, whereabouts
+from groupax.core.storage.folders import ADAPTER_NAME, local_folder, read_json, split_revision
 from groupax.core.storage.model_json import validate_config
 from groupax.models.config import Chunks, GatedDeltaNet, ModelConfig, Window
 from groupax.models.families import read_config
@@ -26,7 +26,6 @@ def forward_flops(config: ModelConfig, sequences: Iterable[tuple[int, list[int]]
     vocabulary's matrix multiplies completion tokens only.
 
     Args:
-        config: Architecture of the model.
         sequences: Length of each prompt and lengths of its completions.
     """
     num_tokens = num_completion_tokens = 0
@@ -88,8 +87,6 @@ def activation_bytes_per_token(config: ModelConfig, itemsize: int, checkpointing
     """Counts the bytes per token that a backward pass reads, and those of one layer at work, whatever is recomputed.
 
     Args:
-        config: Architecture of the model.
-        itemsize: Bytes per number.
         checkpointing: What the backward pass recomputes (see `settings.compute.Checkpointing`).
         score_columns: Number of columns for which plain attention keeps the scores of each query; 0 if a kernel
             computes attention.
@@ -170,19 +167,11 @@ def find_config(name_or_path: str, is_base: bool = False) -> tuple[dict[str, Any
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return _read_checked(path), None
-    if path.is_dir():
-        adapter = path / ADAPTER_NAME
-        file = adapter if adapter.is_file() else path / "config.json"
-        if not file.is_file():
-            raise ValueError(f"{path} is not a model folder: it has no config.json")
-        check_links(path)
-    elif path.exists() or name_or_path.count("/") != 1:
-        raise ValueError(
-            f"{name_or_path} is neither a model folder, nor a config.json, nor a hub id like 'owner/name'"
-            f"{whereabouts(path)}"
-        )
-    else:
+    folder = local_folder(name_or_path)
+    if folder is None:
         file = _downloaded(name_or_path)
+    else:
+        file = folder / (ADAPTER_NAME if (folder / ADAPTER_NAME).is_file() else "config.json")
     if file.name != ADAPTER_NAME:
         return _read_checked(file), None
     content = read_json(file)
@@ -208,11 +197,12 @@ def _downloaded(hub_id: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
+    name, revision = split_revision(hub_id)
     try:
         try:
-            return Path(hf_hub_download(hub_id, ADAPTER_NAME))
+            return Path(hf_hub_download(name, ADAPTER_NAME, revision=revision))
         except EntryNotFoundError:  # not an adapter, or the hub is unreachable and the cache has none
-            return Path(hf_hub_download(hub_id, "config.json"))
+            return Path(hf_hub_download(name, "config.json", revision=revision))
     except (OSError, ValueError) as error:
         raise ValueError(f"there is no folder {hub_id}, and it cannot be downloaded from the hub: {error}") from error
 
@@ -221,7 +211,6 @@ def summarize(hf_config: Mapping[str, Any], lora: LoRAConfig | None = None) -> s
     """Returns a text with the architecture, parameter counts, and memory of the weights.
 
     Args:
-        hf_config: Parsed `config.json`.
         lora: An adapter, in which case only it is trained.
     """
     config = read_config(without_nf4(hf_config))

@@ -33,11 +33,7 @@ def latent_attention(
     """Computes latent attention of one layer.
 
     Args:
-        latent: Its dims.
-        weights: Weights of the layer.
-        h: Inputs of the tokens.
         rotate: Applies rotary embeddings to the dims of heads that have them.
-        attend: Attention of the caller.
         is_cached: Whether `attend` stores keys and values.
         axis: Mesh axis over which heads are sharded; None for none.
 

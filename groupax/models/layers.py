@@ -166,7 +166,7 @@ def _quantized_linear(x: Float[Array, "*M I"], weight: Any) -> Float[Array, "*M 
 
 def _nf4_linear(x: Float[Array, "*M I"], weight: Nf4) -> Float[Array, "*M O"]:
     if traced_platform() == "gpu":
-        from groupax.models.kernels.nf4_matmul import can_multiply, nf4_matmul_nt
+        from groupax.models.kernels.triton_matmul import can_multiply, nf4_matmul_nt
 
         flat = x.reshape(-1, x.shape[-1])
         if can_multiply(flat, weight):

@@ -65,8 +65,6 @@ def token_logprobs(
 
     Args:
         hidden: Hidden states after the final norm.
-        head: Matrix of the vocabulary; the embedding itself if they are tied.
-        targets: Target of each token.
         temperature: Divisor of the logits.
         entropy_gradient: Whether the entropy will be differentiated; if not, its gradient is taken to be zero.
         softcap: Logits are softcap tanh(hidden headᵀ / softcap); None leaves them at hidden headᵀ.
@@ -250,9 +248,6 @@ def grouped_logprobs(
     the tokens (`local_tokens`), each returns those of its own tokens.
 
     Args:
-        config: Architecture of the model.
-        params: Weights of the model.
-        ragged: Packed tokens.
         temperature: Divisor of the logits.
         execution: Execution settings.
         entropy_gradient: Whether the entropy will be differentiated.

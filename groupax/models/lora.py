@@ -8,7 +8,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +22,13 @@ from safetensors.numpy import save_file
 from groupax.core.settings.fields import nearest
 from groupax.core.settings.optimizer import LoRABias
 from groupax.core.storage.folders import ADAPTER_NAME, at_revision, split_revision
-from groupax.core.storage.model_json import (
-    FLAG,
-    MAX_SIZE,
-    TEXT,
-    Kind,
-    above,
-    integer,
-    is_integer,
-    is_number,
-    list_of,
-    validate,
-)
+from groupax.core.storage.model_json import FLAG, TEXT, Kind, above, integer, is_number, validate
 from groupax.core.terminal.printable import short_repr
 from groupax.models.adapted import FrozenBase, LowRank, Params
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Spec, model_specs, num_params
 from groupax.models.weights.quantize import dense
-from groupax.models.weights.tensor_files import DTYPES, INDEX_NAME, SINGLE_NAME, TensorFile, check_finite
+from groupax.models.weights.tensor_files import INDEX_NAME, SINGLE_NAME, TensorFile, check_finite
 from groupax.parallel.collectives import to_device
 
 PATTERN_TIMEOUT_S = 2.0
@@ -53,6 +42,16 @@ _INERT = (
     "auto_mapping base_model_name_or_path eva_config inference_mode init_lora_weights loftq_config megatron_core "
     "peft_type peft_version qalora_group_size revision runtime_config task_type"
 )
+_NAMES = Kind("a list of names", lambda value: isinstance(value, tuple) and all(map(TEXT.accepts, value)))
+_KINDS: Mapping[str, Kind] = {
+    "r": integer(),
+    "lora_alpha": above(0),
+    "lora_dropout": Kind("a number of at least 0 and below 1", lambda value: is_number(value) and 0 <= value < 1),
+    "target_modules": Kind("names, or an expression", lambda value: TEXT.accepts(value) or _NAMES.accepts(value)),
+    "bias": Kind("one of none, all, lora_only", lambda value: value in ("none", "all", "lora_only")),
+    "use_rslora": FLAG,
+    "modules_to_save": _NAMES,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +84,11 @@ class LoRAConfig:
     def __post_init__(self) -> None:
         for name in ("target_modules", "modules_to_save"):
             value = getattr(self, name)
-            if not isinstance(value, str):
+            if isinstance(value, Collection) and not isinstance(value, (str, Mapping)):
                 object.__setattr__(self, name, tuple(sorted(value) if isinstance(value, (set, frozenset)) else value))
-        if isinstance(self.modules_to_save, str):
-            raise ValueError(f"modules_to_save must be a list of names, got {self.modules_to_save!r}")
         if self.target_modules == (ALL_LINEAR,):
             object.__setattr__(self, "target_modules", ALL_LINEAR)
-        if not is_integer(self.r, 1, MAX_SIZE):
-            raise ValueError(f"r must be an integer of at least 1, got {short_repr(self.r)}")
-        if not is_number(self.lora_alpha) or self.lora_alpha <= 0:
-            raise ValueError(f"lora_alpha must be a finite number above 0, got {short_repr(self.lora_alpha)}")
-        if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"lora_dropout must be at least 0 and below 1, got {self.lora_dropout}")
-        if self.bias not in ("none", "all", "lora_only"):
-            raise ValueError(f"bias must be one of none, all, lora_only, got {self.bias!r}")
+        validate(vars(self), _KINDS, "the adapter")
         if not self.target_modules:
             raise ValueError(f"target_modules is empty; name modules like 'q_proj', or set {ALL_LINEAR!r}")
 
@@ -112,7 +102,6 @@ def as_lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
     """Converts a `LoRAConfig`, a `peft.LoraConfig` or the contents of an `adapter_config.json` to a `LoRAConfig`.
 
     Args:
-        settings: Settings in any of these forms.
         has_weights: Whether the adapter has weights already, so that its initialization does not matter.
 
     Raises:
@@ -341,21 +330,6 @@ def trainable_params_line(trained: int, total: int) -> str:
 
 
 ADAPTER_TENSORS = "adapter_model.safetensors"
-# The schema of the keys of `adapter_config.json` that are read here.
-ADAPTER_SETTINGS: Mapping[str, Kind] = {
-    "bias": TEXT.or_null(),
-    "lora_alpha": replace(above(0), is_number=False).or_null(),
-    "lora_dropout": Kind(
-        "a number of at least 0 and below 1", lambda value: is_number(value) and 0 <= value < 1
-    ).or_null(),
-    "modules_to_save": list_of(TEXT).or_null(),
-    "peft_type": TEXT,
-    "r": integer().or_null(),
-    "target_modules": Kind(
-        "a string or a list of strings", lambda value: TEXT.accepts(value) or list_of(TEXT).or_null().accepts(value)
-    ),
-    "use_rslora": FLAG.or_null(),
-}
 
 
 def adapter_config_dict(adapter: Adapter, config: ModelConfig) -> dict[str, Any]:
@@ -422,35 +396,26 @@ def read_adapter(config: ModelConfig, lora: LoRAConfig, folder: Path, sharding: 
         )
     if not path.is_file():
         raise ValueError(f"{folder} has no {ADAPTER_TENSORS}; pickled adapters are never loaded")
-    file = TensorFile(path)
     try:
         specs = adapter_specs(config, lora)
     except ValueError as error:
         raise ValueError(f"{folder / ADAPTER_NAME}: {error}") from error
-    _check_adapter_tensors({spec.name: spec for spec in jax.tree.leaves(specs)}, file.file, path)
-
-    def read(spec: Any) -> Any:
-        array = file.get_tensor(spec.name)
-        check_finite(array, f"{path}: {spec.name}")
-        return to_device(array.astype(np.float32), sharding)
-
-    return jax.tree.map(read, specs)
-
-
-def _check_adapter_tensors(expected: Mapping[str, Any], file: Any, path: Path) -> None:
-    found = set(file.keys())
-    missing, unknown = sorted(expected.keys() - found), sorted(found - expected.keys())
+    expected, found = {spec.name: spec for spec in jax.tree.leaves(specs)}, TensorFile(path).tensors()
+    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or unknown:
         raise ValueError(
             f"{path} does not match {ADAPTER_NAME} for this base: it lacks {missing[:3]}, and {short_repr(unknown)} "
             "does not belong there"
         )
     for name, spec in expected.items():
-        shape, dtype = file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()
-        if tuple(shape) != spec.shape:
-            raise ValueError(f"{path}: {name} has shape {shape}, not {list(spec.shape)}")
-        if dtype not in DTYPES:
-            raise ValueError(f"{path}: {name} has dtype {dtype}; supported are {', '.join(DTYPES)}")
+        found[name].check(spec.shape, f"{path}: {name}", f"{ADAPTER_NAME} with this base")
+
+    def read(spec: Any) -> Any:
+        array = found[spec.name].whole()
+        check_finite(array, f"{path}: {spec.name}")
+        return to_device(array.astype(np.float32), sharding)
+
+    return jax.tree.map(read, specs)
 
 
 def adapter_base(content: Mapping[str, Any], folder: Path) -> str:
@@ -472,7 +437,6 @@ def read_lora_config(content: Mapping[str, Any], folder: Path) -> LoRAConfig:
     Raises:
         ValueError: A value is not of its key's kind, or requests something unsupported.
     """
-    content = validate(content, ADAPTER_SETTINGS, str(folder / ADAPTER_NAME))
     try:
         return as_lora_config(content, has_weights=True)
     except ValueError as error:

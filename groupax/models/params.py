@@ -89,8 +89,6 @@ def partition_specs(config: ModelConfig, mesh: Mesh, params: Any) -> Any:
     """Returns the pspec of each array in a tree of weights, in the same structure.
 
     Args:
-        config: Architecture of the model.
-        mesh: Mesh of the devices.
         params: The model's weights or some of them, possibly adapted or replaced by low-rank changes. Quantized weights
             are replicated.
     """
@@ -130,9 +128,6 @@ def gather_weights(
     """Gathers the weights of a layer that are sharded over fsdp, in the form in which a device multiplies them.
 
     Args:
-        layout: Sharding of the model.
-        specs: Dims of the layer's weights.
-        weights: The device's shards.
         reduce_dtype: Dtype in which the devices' gradients are added up.
     """
     if all(layout.axis(dim) is None for dim in (*GATHERED, "heads", "ffn")):

@@ -177,9 +177,6 @@ def recurrent_layer(
     """Computes what a layer has in place of attention.
 
     Args:
-        config: Architecture of the model.
-        weights: Weights of the layer.
-        h: Inputs of the tokens.
         recur: Goes through the tokens, as the caller arranges them.
 
     Returns:

@@ -18,7 +18,6 @@ def frequencies(rope: Rope, max_positions: int) -> Float[np.ndarray, "R"]:
     """Returns the radians per position of each of the R = `dims` / 2 pairs, float32.
 
     Args:
-        rope: Rotary embedding of a layer.
         max_positions: Length of the longest sequence, on which some scalings depend. It is used for all sequences, so
             that a token's keys do not depend on how long its sequence becomes.
     """

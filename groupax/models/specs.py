@@ -188,78 +188,77 @@ def _norm_spec(config: ModelConfig, shape: tuple[int, ...], name: str) -> Spec:
     return Spec(shape, (None,) * len(shape), f"{name}.weight", init=init)
 
 
+# Output dims of matrices that a mesh may shard; their biases are sharded too.
+_SHARDED_OUTPUTS = ("heads", "kv_heads", "ffn")
+
+
+def _linear(
+    own: str, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], bias: bool = False
+) -> dict[str, Spec]:
+    """Returns a matrix, or a convolution's weight, and its bias if it has one."""
+    specs = {own: Spec(shape, axes, f"{name}.weight")}
+    if bias:
+        axis = axes[0] if axes[0] in _SHARDED_OUTPUTS else None
+        specs[f"{own}_bias"] = Spec(shape[:1], (axis,), f"{name}.bias", init="zeros")
+    return specs
+
+
+def _fuse(specs: dict[str, Spec], names: tuple[str, ...], tensor: str) -> None:
+    """Makes some of the matrices rows of one tensor, in this order."""
+    first_row, num_rows = 0, sum(specs[name].shape[0] for name in names)
+    for name in names:
+        specs[name] = replace(specs[name], name=tensor, first_row=first_row, num_rows=num_rows)
+        first_row += specs[name].shape[0]
+
+
 def _attention_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
     D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-    specs: dict[str, Spec] = {}
-    rows = {"q": N * H, "k": K * H, "v": K * H}
-    if config.attention_gate:
-        rows["q"] = 2 * N * H
-    for first_row, (name, size) in zip((0, N * H, (N + K) * H), rows.items(), strict=True):
+    at, specs = f"{prefix}.self_attn", {}
+    for name, size in (("q", N * H * (2 if config.attention_gate else 1)), ("k", K * H), ("v", K * H)):
         axes = ("heads" if name == "q" else "kv_heads", "embed")
-        specs[name] = Spec((size, D), axes, f"{prefix}.self_attn.{name}_proj.weight")
-        if config.fused_qkv:
-            fused = f"{prefix}.self_attn.qkv_proj.weight"
-            specs[name] = replace(specs[name], name=fused, first_row=first_row, num_rows=(N + 2 * K) * H)
-        if config.qkv_bias:
-            specs[f"{name}_bias"] = Spec((size,), axes[:1], f"{prefix}.self_attn.{name}_proj.bias", init="zeros")
-    specs["o"] = Spec((D, N * H), ("embed", "heads"), f"{prefix}.self_attn.o_proj.weight")
-    if config.o_bias:
-        specs["o_bias"] = Spec((D,), (None,), f"{prefix}.self_attn.o_proj.bias", init="zeros")
+        specs |= _linear(name, f"{at}.{name}_proj", (size, D), axes, config.qkv_bias)
+    if config.fused_qkv:
+        _fuse(specs, ("q", "k", "v"), f"{at}.qkv_proj.weight")
+    specs |= _linear("o", f"{at}.o_proj", (D, N * H), ("embed", "heads"), config.o_bias)
     if config.sinks:
-        specs["sinks"] = Spec((N,), ("heads",), f"{prefix}.self_attn.sinks")
+        specs["sinks"] = Spec((N,), ("heads",), f"{at}.sinks")
     if config.qk_norm not in ("none", "after_rope"):
         shapes = {"head": ((H,), (H,)), "each_head": ((N, H), (K, H)), "all_heads": ((N * H,), (K * H,))}
-        q_shape, k_shape = shapes[config.qk_norm]
-        specs |= {
-            "q_norm": _norm_spec(config, q_shape, f"{prefix}.self_attn.q_norm"),
-            "k_norm": _norm_spec(config, k_shape, f"{prefix}.self_attn.k_norm"),
-        }
-    if config.qk_norm == "each_head":
-        for name, axis in (("q_norm", "heads"), ("k_norm", "kv_heads")):
-            specs[name] = replace(specs[name], axes=(axis, None))
+        for name, axis, shape in zip(("q_norm", "k_norm"), ("heads", "kv_heads"), shapes[config.qk_norm], strict=True):
+            norm = _norm_spec(config, shape, f"{at}.{name}")
+            specs[name] = replace(norm, axes=(axis, None)) if config.qk_norm == "each_head" else norm
     return specs
 
 
 def _latent_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
     latent, D, N = config.latent, config.hidden_size, config.num_heads
     assert latent is not None, "the model has latent attention"
-    name, rank = f"{prefix}.self_attn", latent.query_rank
+    at, rank, bias = f"{prefix}.self_attn", latent.query_rank, config.qkv_bias
     q_rows, kv_rows = N * (latent.plain_dims + latent.rope_dims), N * (latent.plain_dims + latent.value_dims)
     if rank is None:
-        specs = {"q": Spec((q_rows, D), ("heads", "embed"), f"{name}.q_proj.weight")}
+        queries = _linear("q", f"{at}.q_proj", (q_rows, D), ("heads", "embed"))
     else:
-        specs = {
-            "q_down": Spec((rank, D), ("compressed", "embed"), f"{name}.q_a_proj.weight"),
-            "q_latent_norm": _norm_spec(config, (rank,), f"{name}.q_a_layernorm"),
-            "q_up": Spec((q_rows, rank), ("heads", "latent"), f"{name}.q_b_proj.weight"),
+        queries = {
+            **_linear("q_down", f"{at}.q_a_proj", (rank, D), ("compressed", "embed"), bias),
+            "q_latent_norm": _norm_spec(config, (rank,), f"{at}.q_a_layernorm"),
+            **_linear("q_up", f"{at}.q_b_proj", (q_rows, rank), ("heads", "latent")),
         }
-    specs |= {
-        "kv_down": Spec((latent.cached_dims, D), ("compressed", "embed"), f"{name}.kv_a_proj_with_mqa.weight"),
-        "kv_latent_norm": _norm_spec(config, (latent.rank,), f"{name}.kv_a_layernorm"),
-        "kv_up": Spec((kv_rows, latent.rank), ("heads", "latent"), f"{name}.kv_b_proj.weight"),
-        "o": Spec((D, N * latent.value_dims), ("embed", "heads"), f"{name}.o_proj.weight"),
+    return {
+        **queries,
+        **_linear("kv_down", f"{at}.kv_a_proj_with_mqa", (latent.cached_dims, D), ("compressed", "embed"), bias),
+        "kv_latent_norm": _norm_spec(config, (latent.rank,), f"{at}.kv_a_layernorm"),
+        **_linear("kv_up", f"{at}.kv_b_proj", (kv_rows, latent.rank), ("heads", "latent")),
+        **_linear("o", f"{at}.o_proj", (D, N * latent.value_dims), ("embed", "heads"), config.o_bias),
     }
-    if config.qkv_bias:
-        for own in ("q_down", "kv_down") if rank else ("kv_down",):
-            bias = specs[own].name.removesuffix("weight") + "bias"
-            specs[f"{own}_bias"] = Spec(specs[own].shape[:1], (None,), bias, init="zeros")
-    if config.o_bias:
-        specs["o_bias"] = Spec((D,), (None,), f"{name}.o_proj.bias", init="zeros")
-    return specs
 
 
 def _convolution_specs(convolution: ShortConvolution, D: int, prefix: str) -> dict[str, Spec]:
-    name, whole = f"{prefix}.conv", (None, None, None)
-    specs = {
-        "conv_in": Spec((3 * D, D), ("mixer", "embed"), f"{name}.in_proj.weight"),
-        "conv": Spec((D, 1, convolution.size), whole, f"{name}.conv.weight"),
-        "conv_out": Spec((D, D), ("embed", "mixer"), f"{name}.out_proj.weight"),
+    name, bias = f"{prefix}.conv", convolution.has_bias
+    return {
+        **_linear("conv_in", f"{name}.in_proj", (3 * D, D), ("mixer", "embed"), bias),
+        **_linear("conv", f"{name}.conv", (D, 1, convolution.size), (None, None, None), bias),
+        **_linear("conv_out", f"{name}.out_proj", (D, D), ("embed", "mixer"), bias),
     }
-    if convolution.has_bias:
-        for own, spec in tuple(specs.items()):
-            bias = spec.name.removesuffix("weight") + "bias"
-            specs[f"{own}_bias"] = Spec(spec.shape[:1], (None,), bias, init="zeros")
-    return specs
 
 
 def _delta_specs(net: GatedDeltaNet, D: int, prefix: str) -> dict[str, Spec]:
@@ -274,9 +273,9 @@ def _delta_specs(net: GatedDeltaNet, D: int, prefix: str) -> dict[str, Spec]:
             "step": ("in_proj_b", V),
             "decay": ("in_proj_a", V),
         }
-    specs = {
-        own: Spec((rows, D), ("mixer", "embed"), f"{name}.{theirs}.weight") for own, (theirs, rows) in into.items()
-    }
+    specs: dict[str, Spec] = {}
+    for own, (theirs, rows) in into.items():
+        specs |= _linear(own, f"{name}.{theirs}", (rows, D), ("mixer", "embed"))
     return specs | {
         "conv": Spec((net.mixed_dims, 1, net.size), (None, None, None), f"{name}.conv1d.weight"),
         "dt_bias": Spec((V,), (None,), f"{name}.dt_bias", init="ones", is_float32=True),
@@ -287,85 +286,51 @@ def _delta_specs(net: GatedDeltaNet, D: int, prefix: str) -> dict[str, Spec]:
 
 
 def _mlp_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
-    D, F = config.hidden_size, config.ffn_size
-    specs = {
-        "gate": Spec((F, D), ("ffn", "embed"), f"{prefix}.mlp.gate_proj.weight"),
-        "up": Spec((F, D), ("ffn", "embed"), f"{prefix}.mlp.up_proj.weight"),
-        "down": Spec((D, F), ("embed", "ffn"), f"{prefix}.mlp.down_proj.weight"),
-    }
+    specs = _gated_specs("", f"{prefix}.mlp", (config.hidden_size, config.ffn_size), "ffn", config.mlp_bias)
     if config.fused_gate_up:
-        for first_row, name in ((0, "gate"), (F, "up")):
-            fused = f"{prefix}.mlp.gate_up_proj.weight"
-            specs[name] = replace(specs[name], name=fused, first_row=first_row, num_rows=2 * F)
-    if config.mlp_bias:
-        for name, size, axis in (("gate", F, "ffn"), ("up", F, "ffn"), ("down", D, None)):
-            specs[f"{name}_bias"] = Spec((size,), (axis,), f"{prefix}.mlp.{name}_proj.bias", init="zeros")
+        _fuse(specs, ("gate", "up"), f"{prefix}.mlp.gate_up_proj.weight")
     return specs
+
+
+def _gated_specs(own: str, name: str, sizes: tuple[int, int], axis: str, bias: bool = False) -> dict[str, Spec]:
+    """Returns the matrices of a feed-forward layer of sizes D and F, by our names with the prefix `own`."""
+    D, F = sizes
+    return {
+        **_linear(f"{own}gate", f"{name}.gate_proj", (F, D), (axis, "embed"), bias),
+        **_linear(f"{own}up", f"{name}.up_proj", (F, D), (axis, "embed"), bias),
+        **_linear(f"{own}down", f"{name}.down_proj", (D, F), ("embed", axis), bias),
+    }
 
 
 def _expert_specs(experts: Experts, D: int, prefix: str) -> dict[str, Spec]:
+    """Returns a router and its experts; fused tensors are transposed, and have gate and up in one of them."""
     E, F = experts.num, experts.ffn_size
-    into, out = ("expert", "expert_ffn", "embed"), ("expert", "embed", "expert_ffn")
-    specs = {
-        "router": Spec((E, D), (None, "embed"), f"{prefix}.{experts.router_name}.weight"),
-        "expert_gate": Spec((E, F, D), into, f"{prefix}.{experts.gate_name}.weight"),
-        "expert_up": Spec((E, F, D), into, f"{prefix}.{experts.up_name}.weight"),
-        "expert_down": Spec((E, D, F), out, f"{prefix}.{experts.down_name}.weight"),
-    }
-    if experts.fused is not None:
-        specs |= _fused_expert_specs(experts, specs, prefix)
-    if experts.has_bias:
-        specs |= _expert_bias_specs(experts, specs, prefix)
+    first_row, row_step = (1, 2) if experts.fused == "alternating" else (F, 1)
+    specs = _linear("router", f"{prefix}.{experts.router_name}", (E, D), (None, "embed"), experts.has_bias)
+    for own, name in (("gate", experts.gate_name), ("up", experts.up_name), ("down", experts.down_name)):
+        if own == "down":
+            shape, axes, axis = (E, D, F), ("expert", "embed", "expert_ffn"), None
+        else:
+            shape, axes, axis = (E, F, D), ("expert", "expert_ffn", "embed"), "expert_ffn"
+        spec = Spec(shape, axes, f"{prefix}.{name}" if experts.fused else f"{prefix}.{name}.weight")
+        if experts.fused and own != "down":
+            first = first_row if own == "up" else 0
+            spec = replace(spec, first_row=first, num_rows=2 * F, row_dim=1, row_step=row_step)
+        if experts.has_bias:
+            bias = replace(spec, shape=shape[:2], axes=("expert", axis), name=f"{spec.name}_bias", init="zeros")
+            specs[f"expert_{own}_bias"] = bias
+        _, out_size, in_size = spec.fused_shape
+        is_kept = experts.squares_are_kept and out_size == in_size
+        specs[f"expert_{own}"] = replace(spec, is_transposed=experts.fused is not None and not is_kept)
     if experts.has_correction:
         name = f"{prefix}.{experts.correction_name}"
         specs[ROUTER_CORRECTION] = Spec((E,), (None,), name, init="zeros", is_float32=True)
-    if F := experts.shared_ffn_size:
+    if experts.shared_ffn_size:
         name = f"{prefix}.{experts.shared_name}"
-        specs |= {
-            "shared_gate": Spec((F, D), ("shared_ffn", "embed"), f"{name}.gate_proj.weight"),
-            "shared_up": Spec((F, D), ("shared_ffn", "embed"), f"{name}.up_proj.weight"),
-            "shared_down": Spec((D, F), ("embed", "shared_ffn"), f"{name}.down_proj.weight"),
-        }
+        specs |= _gated_specs("shared_", name, (D, experts.shared_ffn_size), "shared_ffn")
         if experts.has_shared_gate:
-            specs["shared_logit"] = Spec((1, D), ("mixer", "embed"), f"{name}_gate.weight")
+            specs |= _linear("shared_logit", f"{name}_gate", (1, D), ("mixer", "embed"))
     return specs
-
-
-def _fused_expert_specs(experts: Experts, specs: dict[str, Spec], prefix: str) -> dict[str, Spec]:
-    """Returns the specs of experts whose tensors are transposed, with gate and up in one of them."""
-    rows = _fused_rows(experts)
-
-    def fused(own: str, name: str, **others: Any) -> Spec:
-        spec = replace(specs[own], name=f"{prefix}.{name}", **others)
-        _, out_size, in_size = spec.fused_shape
-        return replace(spec, is_transposed=not (experts.squares_are_kept and out_size == in_size))
-
-    return {
-        "expert_gate": fused("expert_gate", experts.gate_name, row_dim=1, **rows["expert_gate"]),
-        "expert_up": fused("expert_up", experts.up_name, row_dim=1, **rows["expert_up"]),
-        "expert_down": fused("expert_down", experts.down_name),
-    }
-
-
-def _expert_bias_specs(experts: Experts, specs: dict[str, Spec], prefix: str) -> dict[str, Spec]:
-    """Returns the biases of a router and of experts in fused tensors."""
-    E, rows = experts.num, _fused_rows(experts)
-    router = Spec((E,), (None,), f"{prefix}.{experts.router_name}.bias", init="zeros")
-    biases = {"router_bias": router}
-    for own in ("expert_gate", "expert_up", "expert_down"):
-        spec = specs[own]
-        axes = ("expert", "expert_ffn" if own in rows else None)
-        bias = Spec(spec.shape[:2], axes, f"{spec.name}_bias", init="zeros", row_dim=1, **rows.get(own, {}))
-        biases[f"{own}_bias"] = bias
-    return biases
-
-
-def _fused_rows(experts: Experts) -> dict[str, dict[str, Any]]:
-    """Returns the rows of gate and up in a fused tensor, as arguments of `Spec`."""
-    F = experts.ffn_size
-    first, step = (1, 2) if experts.fused == "alternating" else (F, 1)
-    own = {"num_rows": 2 * F, "row_step": step}
-    return {"expert_gate": {"first_row": 0, **own}, "expert_up": {"first_row": first, **own}}
 
 
 def spec_leaves(config: ModelConfig) -> Iterator[Spec]:
@@ -380,158 +345,111 @@ def num_params(config: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class _Names:
-    """Names of a tower's modules in a checkpoint; `out` and `fc` are within a layer."""
+    """Names of a tower's modules in a checkpoint, by default SigLIP's; `out` and `fc` are within a layer.
+
+    The projector's is None if it is a part of the tower.
+    """
 
     prefix: str
-    patch: str
-    positions: str
-    layers: str
-    norms: tuple[str, str]
-    attention: str
-    out: str
-    fc: tuple[str, str]
+    projector: str | None = None
+    patch: str = "embeddings.patch_embedding"
+    positions: str = "embeddings.position_embedding"
+    layers: str = "encoder.layers"
+    norms: tuple[str, str] = ("layer_norm1", "layer_norm2")
+    attention: str = "self_attn"
+    out: str = "out_proj"
+    fc: tuple[str, str] = ("mlp.fc1", "mlp.fc2")
 
 
-_SIGLIP = {
-    "patch": "embeddings.patch_embedding",
-    "positions": "embeddings.position_embedding",
-    "layers": "encoder.layers",
-    "norms": ("layer_norm1", "layer_norm2"),
-    "attention": "self_attn",
-    "out": "out_proj",
-    "fc": ("mlp.fc1", "mlp.fc2"),
-}
-_QWEN = {
-    "patch": "patch_embed.proj",
-    "positions": "pos_embed",
-    "layers": "blocks",
-    "norms": ("norm1", "norm2"),
-    "attention": "attn",
-    "out": "proj",
-    "fc": ("mlp.linear_fc1", "mlp.linear_fc2"),
-}
 _NAMES: dict[type, _Names] = {
-    PixelShuffle: _Names("model.vision_model", **_SIGLIP),
-    AveragePool: _Names("model.vision_tower", **_SIGLIP),
-    PatchMerger: _Names("model.visual", **_QWEN),
-}
-
-
-_PROJECTORS: dict[type, str] = {
-    PixelShuffle: "model.connector.modality_projection",
-    AveragePool: "model.multi_modal_projector",
+    PixelShuffle: _Names("model.vision_model", "model.connector.modality_projection"),
+    AveragePool: _Names("model.vision_tower", "model.multi_modal_projector"),
+    PatchMerger: _Names(
+        "model.visual",
+        patch="patch_embed.proj",
+        positions="pos_embed",
+        layers="blocks",
+        norms=("norm1", "norm2"),
+        attention="attn",
+        out="proj",
+        fc=("mlp.linear_fc1", "mlp.linear_fc2"),
+    ),
 }
 
 
 def vision_modules(config: VisionConfig) -> list[str]:
     """Returns the modules of a checkpoint whose weights see images."""
-    projector = _PROJECTORS.get(type(config.projector))  # Qwen's is a part of the tower
-    return [_NAMES[type(config.projector)].prefix, *([projector] if projector else [])]
+    names = _NAMES[type(config.projector)]
+    return [each for each in (names.prefix, names.projector) if each]
 
 
 def vision_specs(config: VisionConfig, text_size: int) -> dict[str, Any]:
-    """Returns the specs of a tower and its projector.
-
-    Args:
-        config: The part of the model that sees images.
-        text_size: Hidden size of the language model.
-    """
-    names = _NAMES[type(config.projector)]
-    return {
-        **_tower_specs(config.tower, names),
-        "projector": _projector_specs(config, names.prefix, text_size),
-    }
-
-
-def _matrix(name: str, out_size: int, in_size: int, bias: bool = True) -> tuple[Spec, ...]:
-    weight = Spec((out_size, in_size), ("vision", "vision"), f"{name}.weight")
-    return (weight, _vector(f"{name}.bias", out_size, "zeros")) if bias else (weight,)
-
-
-def _vector(name: str, size: int, init: Literal["ones", "zeros"]) -> Spec:
-    return Spec((size,), (None,), name, init=init)
-
-
-def _tower_specs(tower: TowerConfig, names: _Names) -> dict[str, Any]:
+    """Returns the specs of a tower and its projector."""
+    names, tower = _NAMES[type(config.projector)], config.tower
     D, side = tower.hidden_size, tower.patch_size
     frames = (tower.frames,) if tower.interpolated else ()  # Qwen's patches span frames, even if it is one
     shape = (D, tower.channels, *frames, side, side)
-    patch, positions = f"{names.prefix}.{names.patch}", f"{names.prefix}.{names.positions}"
     specs: dict[str, Any] = {
-        "patch": Spec(shape, (None,) * len(shape), f"{patch}.weight"),
-        "patch_bias": _vector(f"{patch}.bias", D, "zeros"),
-        "positions": Spec((tower.positions_per_side**2, D), (None, None), f"{positions}.weight"),
+        **_linear("patch", f"{names.prefix}.{names.patch}", shape, (None,) * len(shape), bias=True),
+        "positions": Spec((tower.positions_per_side**2, D), (None, None), f"{names.prefix}.{names.positions}.weight"),
         "layers": [_tower_layer_specs(tower, names, index) for index in range(tower.num_layers)],
+        "projector": _projector_specs(config, names, text_size),
     }
     if tower.final_norm:
         specs |= _tower_norm("final_norm", f"{names.prefix}.post_layernorm", D)
-    if tower.has_head:
-        specs["head"] = _head_specs(tower, f"{names.prefix}.head")
     return specs
 
 
-def _head_specs(tower: TowerConfig, name: str) -> dict[str, Spec]:
-    """Returns the weights of SigLIP's pooling head, which are kept for others that read the checkpoint."""
-    D, F = tower.hidden_size, tower.ffn_size
-    shapes = {
-        "probe": (1, 1, D),
-        "attention.in_proj_weight": (3 * D, D),
-        "attention.in_proj_bias": (3 * D,),
-        "attention.out_proj.weight": (D, D),
-        "attention.out_proj.bias": (D,),
-        "layernorm.weight": (D,),
-        "layernorm.bias": (D,),
-        "mlp.fc1.weight": (F, D),
-        "mlp.fc1.bias": (F,),
-        "mlp.fc2.weight": (D, F),
-        "mlp.fc2.bias": (D,),
+def _tower_matrix(own: str, name: str, out_size: int, in_size: int, bias: bool = True) -> dict[str, Spec]:
+    return _linear(own, name, (out_size, in_size), ("vision", "vision"), bias)
+
+
+def _tower_norm(own: str, name: str, size: int) -> dict[str, Spec]:
+    return {
+        own: Spec((size,), (None,), f"{name}.weight", init="ones"),
+        f"{own}_bias": Spec((size,), (None,), f"{name}.bias", init="zeros"),
     }
-    return {own: Spec(shape, (None,) * len(shape), f"{name}.{own}") for own, shape in shapes.items()}
-
-
-def _tower_norm(ours: str, name: str, size: int) -> dict[str, Spec]:
-    return {ours: _vector(f"{name}.weight", size, "ones"), f"{ours}_bias": _vector(f"{name}.bias", size, "zeros")}
 
 
 def _tower_layer_specs(tower: TowerConfig, names: _Names, index: int) -> dict[str, Spec]:
     prefix, D = f"{names.prefix}.{names.layers}.{index}", tower.hidden_size
-    attention = f"{prefix}.{names.attention}"
-    matrices = {"qkv": (f"{attention}.qkv", 3 * D, D)} if tower.fused_qkv else {}
-    if not tower.fused_qkv:
-        matrices = {name: (f"{attention}.{name}_proj", D, D) for name in ("q", "k", "v")}
-    matrices |= {
-        "out": (f"{attention}.{names.out}", D, D),
-        "up": (f"{prefix}.{names.fc[0]}", tower.ffn_size, D),
-        "down": (f"{prefix}.{names.fc[1]}", D, tower.ffn_size),
+    attention, (up, down) = f"{prefix}.{names.attention}", names.fc
+    specs: dict[str, Spec] = {}
+    for own, theirs in zip(("attention_norm", "mlp_norm"), names.norms, strict=True):
+        specs |= _tower_norm(own, f"{prefix}.{theirs}", D)
+    if tower.fused_qkv:
+        specs |= _tower_matrix("qkv", f"{attention}.qkv", 3 * D, D)
+    else:
+        for own in ("q", "k", "v"):
+            specs |= _tower_matrix(own, f"{attention}.{own}_proj", D, D)
+    return {
+        **specs,
+        **_tower_matrix("out", f"{attention}.{names.out}", D, D),
+        **_tower_matrix("up", f"{prefix}.{up}", tower.ffn_size, D),
+        **_tower_matrix("down", f"{prefix}.{down}", D, tower.ffn_size),
     }
-    specs = {}
-    for ours, theirs in zip(("attention_norm", "mlp_norm"), names.norms, strict=True):
-        specs |= _tower_norm(ours, f"{prefix}.{theirs}", D)
-    for ours, (name, rows, columns) in matrices.items():
-        specs[ours], specs[f"{ours}_bias"] = _matrix(name, rows, columns)
-    return specs
 
 
-def _projector_specs(config: VisionConfig, tower: str, text_size: int) -> Any:
+def _projector_specs(config: VisionConfig, names: _Names, text_size: int) -> Any:
     D, merged = config.tower.hidden_size, config.tower.hidden_size * config.patches_per_feature
     match config.projector:
         case PixelShuffle():
-            [projection] = _matrix(f"{_PROJECTORS[PixelShuffle]}.proj", text_size, merged, bias=False)
-            return {"projection": projection}
+            return _tower_matrix("projection", f"{names.projector}.proj", text_size, merged, bias=False)
         case AveragePool():
-            name = _PROJECTORS[AveragePool]
+            norm, matrix = f"{names.projector}.mm_soft_emb_norm", f"{names.projector}.mm_input_projection_weight"
             return {
-                "norm": _vector(f"{name}.mm_soft_emb_norm.weight", D, "zeros"),
-                "projection": Spec((D, text_size), (None, None), f"{name}.mm_input_projection_weight"),
+                "norm": Spec((D,), (None,), f"{norm}.weight", init="zeros"),
+                "projection": Spec((D, text_size), (None, None), matrix),
             }
         case PatchMerger(_, layers):
-            first = _merger_specs(f"{tower}.merger", D, merged, text_size)
-            names = [f"{tower}.deepstack_merger_list.{number}" for number in range(len(layers))]
-            return {"mergers": [first, *(_merger_specs(name, merged, merged, text_size) for name in names)]}
+            later = [f"{names.prefix}.deepstack_merger_list.{number}" for number in range(len(layers))]
+            first = _merger_specs(f"{names.prefix}.merger", D, merged, text_size)
+            return {"mergers": [first, *(_merger_specs(name, merged, merged, text_size) for name in later)]}
 
 
 def _merger_specs(name: str, norm_size: int, merged: int, text_size: int) -> dict[str, Spec]:
-    specs = _tower_norm("norm", f"{name}.norm", norm_size)
-    specs["up"], specs["up_bias"] = _matrix(f"{name}.linear_fc1", merged, merged)
-    specs["down"], specs["down_bias"] = _matrix(f"{name}.linear_fc2", text_size, merged)
-    return specs
+    return {
+        **_tower_norm("norm", f"{name}.norm", norm_size),
+        **_tower_matrix("up", f"{name}.linear_fc1", merged, merged),
+        **_tower_matrix("down", f"{name}.linear_fc2", text_size, merged),
+    }

@@ -182,14 +182,6 @@ class Peers:
             self._hub.send(message)
 
 
-def peers_of_primary(connections: Mapping[int, Connection]) -> Peers:
-    """Starts the hub and returns the peers of process 0, given the connections to the others by their index."""
-    hub_end, own_end = Pipe()
-    hub = threading.Thread(target=_Hub({**connections, 0: hub_end}).run, name="hub", daemon=True)
-    hub.start()
-    return Peers(0, len(connections) + 1, own_end)
-
-
 class _Hub:
     """The exchange between the processes. It sends to process 0 last, which may end as soon as it has an answer."""
 
@@ -304,7 +296,10 @@ def accept_peers(listener: socket.socket, secret: bytes, num_processes: int) -> 
                 threading.Thread(target=greet, args=(accepted,), name="greeting", daemon=True).start()
             else:
                 accepted.close()
-    return peers_of_primary(connections)
+    hub_end, own_end = Pipe()
+    hub = threading.Thread(target=_Hub({**connections, 0: hub_end}).run, name="hub", daemon=True)
+    hub.start()
+    return Peers(0, num_processes, own_end)
 
 
 def connect_to_primary(process_index: int, num_processes: int, address: Address) -> Peers:

@@ -11,7 +11,6 @@ RECIPES = {
     "shapes": "groupax.recipes.shapes.scenes",
     "gsm8k": "groupax.recipes.gsm8k",
     "numinamath": "groupax.recipes.numinamath",
-    "countdown": "groupax.recipes.countdown",
     "tldr_length": "groupax.recipes.tldr_length",
     "calculator": "groupax.recipes.agents.calculator",
     "guess_number": "groupax.recipes.agents.guess_number",
@@ -20,11 +19,7 @@ RECIPES = {
 
 
 def load_recipe(name: str) -> Recipe:
-    """Returns the recipe with this name.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Returns the recipe with this name."""
     if name not in RECIPES:
         raise ValueError(f"there is no recipe {name!r}; the recipes are {', '.join(RECIPES)}{nearest(name, RECIPES)}")
     return importlib.import_module(RECIPES[name]).RECIPE

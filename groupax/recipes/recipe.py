@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -73,23 +74,11 @@ def make_recipe(
         except MissingSplitError:
             return None
 
-    def examples(source: str) -> Examples:
-        return read(source, EVAL_SPLITS, "eval_dataset")
-
     model = str(settings_file.parent / model) if model.startswith("./") else model
     config = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
-    return Recipe(
-        model,
-        tuple(rewards),
-        tuple(tools),
-        tuple(environments),
-        dataset,
-        config,
-        expected.strip(),
-        train_dataset,
-        eval_dataset,
-        examples,
-    )
+    references = tuple(rewards), tuple(tools), tuple(environments)
+    read_all = partial(read, splits=EVAL_SPLITS, name="eval_dataset")
+    return Recipe(model, *references, dataset, config, expected.strip(), train_dataset, eval_dataset, read_all)
 
 
 def _example(example: Callable[[Example], dict[str, Any]], row: Any, index: int, source: str) -> dict[str, Any]:
@@ -139,14 +128,7 @@ Problem = TypeVar("Problem")
 def draw_split(
     draw: Callable[[random.Random], Problem], is_held_out: Callable[[Problem], bool], seed: int, split: Split
 ) -> Iterator[Problem]:
-    """Yields random problems of a split, without end; they depend on the seed and the split alone.
-
-    Args:
-        draw: Draws a problem of either split.
-        is_held_out: Returns whether a problem is in the held-out split.
-        seed: Seed of the problems.
-        split: Split to draw from.
-    """
+    """Yields random problems of a split, without end; they depend on the seed and the split alone."""
     if split not in ("train", "held_out"):
         raise ValueError(f"split must be 'train' or 'held_out', got {split!r}")
     rng = random.Random(f"{split} {seed}")
@@ -169,13 +151,7 @@ def max_positions_of(model: str) -> int:
 
 
 def fit_config(args: GRPOConfig, recipe: Recipe, positions: int) -> tuple[GRPOConfig, list[str]]:
-    """Returns the settings, with defaults of the recipe changed that do not fit the model, and messages for the user.
-
-    Args:
-        args: Settings of the run.
-        recipe: Recipe of the run.
-        positions: Number of positions of the model.
-    """
+    """Returns the settings, with defaults changed that do not fit a model of so few positions, and messages."""
     default = recipe.config["max_completion_length"]
     if args.max_completion_length != default:
         return args, []
@@ -186,13 +162,7 @@ def fit_config(args: GRPOConfig, recipe: Recipe, positions: int) -> tuple[GRPOCo
 def fitting_length(positions: int, max_completion_length: int, max_prompt_length: int | None) -> tuple[int, list[str]]:
     """Returns a default for the longest completion that leaves room for prompts: at most half of the positions.
 
-    Args:
-        positions: Number of positions of the model.
-        max_completion_length: Default in tokens.
-        max_prompt_length: Longest prompt in tokens.
-
-    Returns:
-        The length in tokens, and a message for the user if it differs from the default.
+    A message for the user comes with it if it differs from `max_completion_length`.
     """
     half = positions // 2
     if max_completion_length + (max_prompt_length or 1) <= positions or max_completion_length <= half:
@@ -206,15 +176,9 @@ def fitting_length(positions: int, max_completion_length: int, max_prompt_length
 def fitting_template(
     model: str, chat_template: str | None, datasets: Sequence[Examples]
 ) -> tuple[str | None, list[str]]:
-    """Returns a fallback chat template if prompts are conversations and the model has none, as base models.
+    """Returns the chat template for a model, None for its own, and a message for the user if it is a fallback.
 
-    Args:
-        model: Folder or hub id.
-        chat_template: Template that the user requested.
-        datasets: Datasets with the prompts.
-
-    Returns:
-        The template's name, None for the model's own, and a message for the user if it is the fallback.
+    There is one if prompts are conversations and the model has no template, as base models, and the user gave none.
     """
     from groupax.data.tokenizer import is_conversational, load_tokenizer
 

@@ -37,9 +37,9 @@ def code_tests(
     that defines the entry point, as in HumanEval, the tests see the prompt's other names as the prompt defines them,
     even if the solution redefines them.
 
-    The solution is the completion's last code block that defines `entry_point`, else the last one that is fenced as
-    Python, else as no language, else the whole completion; without an `entry_point` blocks that define a function or a
-    class come first. If it does not define `entry_point`, it is taken as the continuation of the prompt, as in
+    The solution is the last code block after the thinking that defines `entry_point`, else the last one that is fenced
+    as Python, else as no language, else the whole completion; without an `entry_point` blocks that define a function or
+    a class come first. If it does not define `entry_point`, it is taken as the continuation of the prompt, as in
     HumanEval.
 
     Args:
@@ -64,7 +64,7 @@ def code_tests(
     names = [""] * len(completions) if entry_point is None else [name or "" for name in entry_point]
 
     def reward(completion: Any, prompt: Any, sources: Any, name: str) -> float | None:
-        text = completion_text(completion)
+        text = completion_text(completion).rpartition("</think>")[2]
         sources = [sources] if isinstance(sources, str) else list(sources or ())
         sources = [source for source in sources if source and source.strip()]
         if not sources or len(text) > MAX_COMPLETION_CHARS:
@@ -172,7 +172,7 @@ def _ends(fence: re.Match[str], opening: re.Match[str]) -> bool:
 
 
 def _is_python(opening: re.Match[str]) -> bool:
-    language = "".join(_parts(opening)[2].lower().split()[:1])
+    language = "".join(re.findall(r"[^\s{}]+", _parts(opening)[2].lower())[:1]).removeprefix(".")  # {.python .numbered}
     return language in ("", "py") or language.startswith("python")
 
 

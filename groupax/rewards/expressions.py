@@ -243,7 +243,7 @@ def _comparable(found: Any, expected: Any) -> tuple[Any, Any] | None:
     if not _is_relation(found):
         if not _is_relation(expected):
             return found, expected
-        if gold_name and not gold_value.free_symbols:
+        if gold_name and (isinstance(gold_name, AppliedUndef) or not gold_value.free_symbols):
             return found, gold_value
         _, gold_set = _solutions(expected)
         return None if gold_set is None else (found, gold_set)

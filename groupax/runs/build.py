@@ -48,52 +48,32 @@ from groupax.training.learner import LearnerSettings
 KV_FRAC_DURING_UPDATES = 0.4
 
 
-def check_processes(args: GRPOConfig) -> None:
-    """Checks that several processes support the settings.
+def check_settings(args: GRPOConfig) -> None:
+    """Raises a ValueError if several processes do not support the settings, or a function of the objective is missing.
 
-    Raises:
-        ValueError: they do not.
+    Loss and KL estimator must return a number per token.
     """
     num = processes.num_processes()
     if num > 1 and args.max_staleness:
         raise ValueError(f"max_staleness is set, which several processes do not support, and there are {num}")
-
-
-def check_objective(args: GRPOConfig) -> None:
-    """Checks that loss, KL estimator and advantages exist and that the first two return a number per token.
-
-    Raises:
-        ValueError: one does not.
-    """
     zero_metrics(learner_settings(args).objective)
     find_estimator(args.kl_estimator)
     find_advantage_estimator(args.advantage_estimator)
 
 
-def train_examples(dataset: Any) -> Examples:
-    """Returns the rows of prompts to train on.
-
-    Raises:
-        ValueError: there is no dataset, or it has none.
-    """
-    if dataset is None:
+def check_datasets(args: RunConfig, train_dataset: Any, eval_dataset: Any) -> None:
+    """Raises a ValueError if there is no dataset to train on, or none for the evaluations that the settings ask for."""
+    if train_dataset is None:
         raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")
-    return load_examples(dataset, may_have_images=True)
+    if args.eval_steps and eval_dataset is None:
+        raise ValueError(f"eval_steps is {args.eval_steps}, but there is no eval_dataset")
 
 
-def eval_sets(args: GRPOConfig, dataset: Any) -> dict[str, Examples]:
-    """Returns the rows of evaluation sets by name.
-
-    Raises:
-        ValueError: the settings ask for evaluations, and there is no dataset; or it has no prompts.
-    """
-    if dataset is None:
-        if args.eval_steps:
-            raise ValueError(f"eval_steps is {args.eval_steps}, but there is no eval_dataset")
-        return {}
+def eval_sets(dataset: Any) -> dict[str, Examples]:
+    """Returns the rows of evaluation sets by name."""
     return {
         name: load_examples(each, f"eval_dataset {name!r}", EVAL_SPLITS, may_have_images=True)
-        for name, each in named_sets(dataset).items()
+        for name, each in ({} if dataset is None else named_sets(dataset)).items()
     }
 
 
@@ -124,12 +104,7 @@ def rewards_for(
 
 
 def model_for(args: RunConfig, model: str | Path | Model, lora: LoRAConfig | None = None) -> Model:
-    """Returns the model to train on the requested mesh, loaded if it is a name, with a new adapter if one is given.
-
-    Raises:
-        ValueError: there is no such model, it cannot be trained as the settings ask, or a dim is not divisible by the
-            mesh.
-    """
+    """Returns the model to train on the requested mesh, loaded if it is a name, with a new adapter if one is given."""
     mesh, was_loaded = mesh_of(args), not isinstance(model, Model)
     if not isinstance(model, Model):
         model = load_model(model, mesh=mesh, weights=args.base_weights, replicated=args.mesh_replicate)
@@ -144,11 +119,7 @@ def model_for(args: RunConfig, model: str | Path | Model, lora: LoRAConfig | Non
 
 
 def mesh_of(args: RunConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
-    """Returns the requested mesh, or None.
-
-    Raises:
-        ValueError: it does not fit the devices.
-    """
+    """Returns the requested mesh, or None."""
     if args.mesh is None and args.mesh_dcn is None:
         return None
     sizes = mesh_sizes(args.mesh) if args.mesh else (-1, 1, 1, 1, 1)
@@ -156,11 +127,7 @@ def mesh_of(args: RunConfig, devices: Sequence[Any] | None = None) -> Mesh | Non
 
 
 def lora_for(args: RunConfig, peft_config: Any) -> LoRAConfig | None:
-    """Returns the adapter that the settings, a `LoRAConfig` or a `peft.LoraConfig` ask for, or None.
-
-    Raises:
-        ValueError: both ask for one.
-    """
+    """Returns the adapter that either the settings or a `LoRAConfig` or `peft.LoraConfig` ask for, or None."""
     if peft_config is not None:
         if args.lora_r:
             raise ValueError(f"peft_config and lora_r ({args.lora_r}) both ask for an adapter; leave lora_r at 0")
@@ -179,11 +146,7 @@ def lora_for(args: RunConfig, peft_config: Any) -> LoRAConfig | None:
 
 
 def _check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
-    """Checks that settings of an adapter's base fit the model.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raises a ValueError if settings of an adapter's base do not fit the model."""
     if args.base_weights != "same" and (model.adapter is None or not was_loaded):
         raise ValueError(
             f"base_weights {args.base_weights!r} quantizes the base of an adapter while it is loaded: give the "
@@ -201,11 +164,7 @@ def _check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
 
 
 def check_adapters(args: GRPOConfig, model: Path | str | Model, lora: LoRAConfig | None) -> None:
-    """Checks that a run can train the adapters that its settings name.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Raises a ValueError if a run cannot train the adapters that its settings name."""
     if not args.adapters:
         return
     if lora is None:
@@ -229,11 +188,7 @@ def check_adapters(args: GRPOConfig, model: Path | str | Model, lora: LoRAConfig
 
 
 def tokenizer_for(args: RunConfig, model: Model, given: Any) -> Any:
-    """Returns the given tokenizer, or the one in the model's folder.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Returns the given tokenizer, or the one in the model's folder."""
     if given is not None:
         return prepare_tokenizer(given, args.chat_template)
     if model.source is None:
@@ -256,11 +211,7 @@ def rules_for(
     environments: Any,
     rollout_func: RolloutFunction | None,
 ) -> Rules:
-    """Returns the rules of the run's episodes.
-
-    Raises:
-        ValueError: a tool, an environment or the chat template cannot be used, or the run cannot sample by a function.
-    """
+    """Returns the rules of the run's episodes."""
     settings = args.part(EpisodeSettings)
     if rollout_func is not None:
         if args.adapters:
@@ -280,14 +231,15 @@ def rules_for(
         function = replace(rollout_func, eos_ids=tuple(eos_ids), **limits)
         return Rules(settings, template_kwargs=args.chat_template_kwargs, rollout_func=function)
     rules = make_rules(tokenizer, settings, tools, environments, args.chat_template_kwargs, eos_ids)
-    if rules.templates is not None and args.turn_credit == "returns":
+    if rules.templates is None:
+        return replace(rules, adapters=args.adapters)
+    if args.turn_credit == "returns":
         raise ValueError(
             "turn_credit='returns' gives turns the rewards that come after them, and the reward of a program comes at "
             "its end; leave turn_credit as it is"
         )
-    if rules.templates is not None:
-        rules.templates.adapters = args.adapters
-    fault = UNCORRECTED_CONSTRAINT if rules.templates is not None and args.rollout_correction == "none" else None
+    rules.templates.adapters = args.adapters
+    fault = UNCORRECTED_CONSTRAINT if args.rollout_correction == "none" else None
     return replace(rules, constraint_fault=fault, adapters=args.adapters)
 
 
@@ -300,11 +252,7 @@ def prompts_for(
     max_completion_length: int | None = None,
     dataset: str = "",
 ) -> PromptSet:
-    """Encodes the prompts of examples, which must leave room for completions.
-
-    Raises:
-        ValueError: a prompt is too long, and `prompt_overflow` is "error"; or it has tokens that the model lacks.
-    """
+    """Encodes the prompts of examples, which must leave room for completions."""
     name = "max_completion_length" if max_completion_length is None else "eval_max_completion_length"
     length = max_completion_length or args.max_completion_length
     limit = prompt_limit(model.config.max_positions, length, args.max_prompt_length, name)
@@ -335,19 +283,14 @@ def prompts_for(
 
 
 def _check_images(args: GRPOConfig, rules: Rules, dataset: str) -> None:
-    """Checks that a run whose prompts have images has nothing that takes text alone.
-
-    Raises:
-        ValueError: it has.
-    """
+    """Raises a ValueError if a run whose prompts have images has something that takes text alone."""
     others = {
         "rollout_servers receive prompts as text": bool(args.rollout_servers),
         "rollout_func samples prompts of text": rules.rollout_func is not None,
         "agents write prompts of text": rules.templates is not None,
         "environments write prompts of text": rules.has_environments,
     }
-    reason = next((reason for reason, is_there in others.items() if is_there), None)
-    if reason is not None:
+    for reason in (reason for reason, is_there in others.items() if is_there):
         raise ValueError(f"{dataset} has images, and {reason}; train on it without, or leave the images out")
 
 
@@ -376,9 +319,6 @@ def engine_for(
 
     It receives the tokenizer if there may be stop strings, which it searches in the decoded text. Where episodes have
     several turns, chunks are short, since tools are called only after a chunk.
-
-    Raises:
-        ValueError: a constraint of completions is damaged, or meets episodes of several turns.
     """
     constraint, has_turns = sampling_params(args).constraint, rules.has_turns
     if constraint is not None and has_turns:
@@ -430,8 +370,7 @@ def sampler_for(args: GRPOConfig, model: Model, engine: Engine, params: Params, 
     if args.rollout_correction != "none":
         folder = Path(args.rollout_folder or run_folder / "rollout_weights").expanduser()
         shared = WeightsFolder(folder, model, jnp.dtype(stored_dtype(model)), is_own=args.rollout_folder is None)
-    servers, eos_ids = args.rollout_servers, engine.eos_ids
-    timeout_s = args.rollout_timeout_s
+    servers, eos_ids, timeout_s = args.rollout_servers, engine.eos_ids, args.rollout_timeout_s
     return RemoteSampler(
         servers, model.config, params, eos_ids, model.adapter, shared, api_key=key, timeout_s=timeout_s
     )

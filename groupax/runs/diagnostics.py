@@ -50,31 +50,19 @@ def severity_of(name: str) -> Severity:
 
 
 class Diagnostics:
-    """Looks for what is wrong with a run and reports each diagnosis once.
-
-    Args:
-        emit: Receives a `Diagnosed` event per new diagnosis.
-        diagnose: Returns the diagnostics of the metrics so far; None takes `step_diagnostics`.
-
-    Attributes:
-        history: Metrics of the run's first steps and of its last ones (see `remembered`).
-        reported: Names of the diagnostics that were reported, by earlier processes of the run too.
-    """
+    """Looks for what is wrong with a run and emits a `Diagnosed` event once per diagnosis, by `step_diagnostics`."""
 
     def __init__(self, emit: Emit, diagnose: Diagnose | None = None) -> None:
         self.emit, self.diagnose = emit, diagnose or step_diagnostics
-        self.history: list[Mapping[str, float]] = []
-        self.reported: set[str] = set()
+        self.history: list[Mapping[str, float]] = []  # metrics of the run's first steps and its last ones
+        self.reported: set[str] = set()  # names of diagnostics, by earlier processes of the run too
         self._found: dict[str, str] = {}  # in the last step
 
     def measure(self, metrics: Metrics) -> Metrics:
         """Adds a step to the history and returns the diagnostics that apply to it as metrics `health/...`."""
         self.history = remembered([*self.history, metrics])
         self._found = self.diagnose(self.history)
-        return {
-            "health/num_diagnostics": float(len(self._found)),
-            **{f"health/{name}": 1.0 for name in self._found},
-        }
+        return {"health/num_diagnostics": float(len(self._found)), **{f"health/{name}": 1.0 for name in self._found}}
 
     def __call__(self, event: Event) -> None:
         """Reports what a step or a failed reward function reveals."""
@@ -141,11 +129,7 @@ def supervised_diagnostics(history: Sequence[Mapping[str, float]]) -> dict[str, 
 
 
 def reward_diagnostics(errors: Mapping[str, str]) -> dict[str, str]:
-    """Returns the diagnostics of reward functions that failed.
-
-    Args:
-        errors: First error of each reward function, by name.
-    """
+    """Returns the diagnostics of reward functions that failed, by the first error of each."""
     return {
         f"reward {name}": f"the reward function {name!r} failed; its completions go without that reward (reported "
         f"once, counted in rewards/{name}/failures):\n{error}"
@@ -156,23 +140,15 @@ def reward_diagnostics(errors: Mapping[str, str]) -> dict[str, str]:
 def logp_limit(args: GRPOConfig, is_float32: bool) -> float:
     """Returns the tolerated difference between the engine's and the trainer's log-probs, averaged over a step's tokens.
 
-    Args:
-        args: The run's settings.
-        is_float32: Whether the forward pass of updates computes in float32.
+    `is_float32` says whether the forward pass of updates computes in float32.
     """
     same = args.decoding_weights == args.base_weights == "same" and args.kv_cache_dtype in ("same", "float32")
-    return (
-        FLOAT32_LOGP_DRIFT if is_float32 and same and not args.rollout_servers and not args.lora_dropout else LOGP_DRIFT
-    )
+    is_exact = is_float32 and same and not args.rollout_servers and not args.lora_dropout
+    return FLOAT32_LOGP_DRIFT if is_exact else LOGP_DRIFT
 
 
 def step_diagnostics(history: Sequence[Mapping[str, float]], logp_limit: float = LOGP_DRIFT) -> dict[str, str]:
-    """Returns the diagnostics of the metrics so far, texts by name.
-
-    Args:
-        history: Metrics of the run's first `START_STEPS` steps and of the last ones (see `remembered`).
-        logp_limit: Tolerated difference of log-probs (see the function of that name).
-    """
+    """Returns the diagnostics of the metrics so far, as `remembered` keeps them, texts by name (see `logp_limit`)."""
     recent = history[-PATIENCE_STEPS:]
     found: dict[str, str] = {}
     if num_unscored_steps(history):
@@ -183,10 +159,7 @@ def step_diagnostics(history: Sequence[Mapping[str, float]], logp_limit: float =
         )
     if len(recent) < PATIENCE_STEPS:
         return found
-    for diagnose in (_rewards, _lengths, _failures, _policy, _efficiency):
-        found |= diagnose(recent)
-    found |= _logp_drift(recent, logp_limit)
-    found |= _gradient(history[:-PATIENCE_STEPS], recent)
+    found |= _of_last_steps(recent, logp_limit) | _gradient(history[:-PATIENCE_STEPS], recent)
     if len(history) >= 2 * START_STEPS:
         start, late = history[:START_STEPS], history[-START_STEPS:]
         found |= _entropy(start, late) | _trends(start, late)
@@ -196,11 +169,7 @@ def step_diagnostics(history: Sequence[Mapping[str, float]], logp_limit: float =
 
 
 def num_unscored_steps(history: Sequence[Mapping[str, float]]) -> int:
-    """Returns the number of last steps in a row without any reward, at most `START_STEPS` in long runs.
-
-    Args:
-        history: Metrics as for `step_diagnostics`.
-    """
+    """Returns the number of last steps in a row without any reward, at most `START_STEPS` in long runs."""
     scored = (index for index, metrics in enumerate(reversed(history)) if not _is_unscored(metrics))
     return next(scored, len(history))
 
@@ -210,9 +179,10 @@ def remembered(history: Sequence[Mapping[str, float]]) -> list[Mapping[str, floa
     return [*history[:START_STEPS], *history[START_STEPS:][-START_STEPS:]]
 
 
-def _rewards(recent: Steps) -> dict[str, str]:
-    found = {}
-    scored = [metrics for metrics in recent if not _is_unscored(metrics)]
+def _of_last_steps(recent: Steps, limit: float) -> dict[str, str]:
+    """Returns the diagnostics of steps in a row, as far as they need no others."""
+    found: dict[str, str] = {}
+    last, scored = recent[-1], [metrics for metrics in recent if not _is_unscored(metrics)]
     if scored and all(metrics["frac_reward_zero_std"] == 1.0 for metrics in recent):
         found["rewards_equal"] = (
             f"for {PATIENCE_STEPS} steps all completions of each prompt got the same reward (mean "
@@ -224,40 +194,27 @@ def _rewards(recent: Steps) -> dict[str, str]:
             f"for {PATIENCE_STEPS} steps more than half of the groups had no signal although filter_budget times as "
             "many prompts were sampled; the prompts are too easy or too hard for the model"
         )
-    return found
-
-
-def _lengths(recent: Steps) -> dict[str, str]:
-    if not all(metrics["completions/clipped_ratio"] == 1.0 for metrics in recent):
-        return {}
-    ends = {name.removeprefix("stop/"): share for name, share in recent[-1].items() if name.startswith("stop/")}
-    if ends:
+    ends = {name.removeprefix("stop/"): share for name, share in last.items() if name.startswith("stop/")}
+    if all(metrics["completions/clipped_ratio"] == 1.0 for metrics in recent) and ends:
         shares = ", ".join(f"{end} {share:.0%}" for end, share in ends.items() if share > 0)
-        return {
-            "all_truncated": f"for {PATIENCE_STEPS} steps a limit ended every episode ({shares}); raise max_turns, "
-            "max_tool_calls, max_turn_tokens or max_completion_length, whichever it was, or check that the model ends "
-            "its turns (chat template, end-of-sequence token)"
-        }
-    return {
-        "all_truncated": f"for {PATIENCE_STEPS} steps no completion ended with a stop token: all reached "
-        f"max_completion_length ({recent[-1]['completions/max_length']:.0f} tokens); raise it, "
-        "or check that the model ends its answers (chat template, end-of-sequence token)"
-    }
-
-
-def _failures(recent: Steps) -> dict[str, str]:
+        found["all_truncated"] = (
+            f"for {PATIENCE_STEPS} steps a limit ended every episode ({shares}); raise max_turns, max_tool_calls, "
+            "max_turn_tokens or max_completion_length, whichever it was, or check that the model ends its turns (chat "
+            "template, end-of-sequence token)"
+        )
+    elif all(metrics["completions/clipped_ratio"] == 1.0 for metrics in recent):
+        found["all_truncated"] = (
+            f"for {PATIENCE_STEPS} steps no completion ended with a stop token: all reached max_completion_length "
+            f"({last['completions/max_length']:.0f} tokens); raise it, or check that the model ends its answers (chat "
+            "template, end-of-sequence token)"
+        )
     failed, timed_out = (_values(recent, f"stop/{end}") for end in ("env_error", "timeout"))
-    if min(map(sum, zip(failed, timed_out, strict=True))) <= FAILED:
-        return {}
-    return {
-        "environment_failures": f"for {PATIENCE_STEPS} steps more than {FAILED:.0%} of the episodes were left out: in "
-        f"the last one the environments of {failed[-1]:.0%} failed and those of {timed_out[-1]:.0%} took longer than "
-        "tool_timeout_s; the warnings have their errors"
-    }
-
-
-def _policy(recent: Steps) -> dict[str, str]:
-    found = {}
+    if min(map(sum, zip(failed, timed_out, strict=True))) > FAILED:
+        found["environment_failures"] = (
+            f"for {PATIENCE_STEPS} steps more than {FAILED:.0%} of the episodes were left out: in the last one the "
+            f"environments of {failed[-1]:.0%} failed and those of {timed_out[-1]:.0%} took longer than "
+            "tool_timeout_s; the warnings have their errors"
+        )
     kl = _values(recent, "kl")
     if min(kl) > KL_RUNAWAY:
         found["kl_runaway"] = (
@@ -265,33 +222,17 @@ def _policy(recent: Steps) -> dict[str, str]:
             f"{kl[-1]:.3g}): the policy has left the starting model; lower learning_rate, raise beta, or look for "
             "rewards that nonsense can earn"
         )
-    return found | _learning_rate(recent)
-
-
-def _learning_rate(recent: Steps) -> dict[str, str]:
-    if any(metrics["learning_rate"] != 0.0 for metrics in recent):
-        return {}
-    return {
-        "learning_rate_zero": f"for {PATIENCE_STEPS} steps the learning rate was 0, so the model did not change; set "
-        "learning_rate, or learning_rate_end if the schedule has ended"
-    }
-
-
-def _logp_drift(recent: Steps, limit: float) -> dict[str, str]:
+    found |= _learning_rate(recent) | _padding(recent, "prompts_per_step or num_generations")
+    is_asynchronous = "time/wait_s" in last  # then rollouts are of earlier policies
     drift = _values(recent, "rollout/logp_diff_mean")
-    if min(drift) <= limit or "time/wait_s" in recent[-1]:  # asynchronous rollouts are of earlier policies
-        return {}
-    return {
-        "logp_drift": f"for {PATIENCE_STEPS} steps engine and trainer disagreed on the log-probs of tokens by "
-        f"{drift[-1]:.3g} on average (rollout/logp_diff_mean, above {limit:g}), so that updates are off policy; set "
-        "rollout_correction, e.g. to 'token_truncate', or decoding_weights='same' and kv_cache_dtype='same'"
-    }
-
-
-def _efficiency(recent: Steps) -> dict[str, str]:
-    found = _padding(recent, "prompts_per_step or num_generations")
+    if min(drift) > limit and not is_asynchronous:
+        found["logp_drift"] = (
+            f"for {PATIENCE_STEPS} steps engine and trainer disagreed on the log-probs of tokens by {drift[-1]:.3g} on "
+            f"average (rollout/logp_diff_mean, above {limit:g}), so that updates are off policy; set "
+            "rollout_correction, e.g. to 'token_truncate', or decoding_weights='same' and kv_cache_dtype='same'"
+        )
     waited, taken = sum(_values(recent, "time/reward_s")), sum(_values(recent, "step_time"))
-    if "time/wait_s" in recent[-1]:  # asynchronous rollouts: training waits for these at most
+    if is_asynchronous:  # training waits for these at most
         waited = min(waited, sum(_values(recent, "time/wait_s")))
     if waited > SLOW_REWARD * taken and waited > SLOW_REWARD_S * PATIENCE_STEPS:
         found["slow_reward"] = (
@@ -301,6 +242,15 @@ def _efficiency(recent: Steps) -> dict[str, str]:
             "updates do"
         )
     return found
+
+
+def _learning_rate(recent: Steps) -> dict[str, str]:
+    if any(metrics["learning_rate"] != 0.0 for metrics in recent):
+        return {}
+    return {
+        "learning_rate_zero": f"for {PATIENCE_STEPS} steps the learning rate was 0, so the model did not change; set "
+        "learning_rate, or learning_rate_end if the schedule has ended"
+    }
 
 
 def _padding(recent: Steps, settings: str) -> dict[str, str]:
@@ -317,7 +267,8 @@ def _padding(recent: Steps, settings: str) -> dict[str, str]:
 def _gradient(before: Steps, recent: Steps) -> dict[str, str]:
     """Returns a diagnostic of steps without a gradient, unless the policy has learned all that its rewards ask for."""
     norms = [metrics.get("grad_norm", math.inf) for metrics in recent]
-    if not max(norms) <= NO_GRADIENT or any(map(_is_unscored, recent)) or any(map(_is_at_rest, recent)):
+    is_at_rest = any(metrics["learning_rate"] == 0.0 for metrics in recent)
+    if not max(norms) <= NO_GRADIENT or any(map(_is_unscored, recent)) or is_at_rest:
         return {}
     if any(metrics["frac_reward_zero_std"] < 1.0 for metrics in recent):
         return {
@@ -336,10 +287,6 @@ def _gradient(before: Steps, recent: Steps) -> dict[str, str]:
         f"{reward:.3g}. Updates have broken the policy, and it cannot recover by itself; start again, or resume from "
         "an earlier checkpoint, with a lower learning_rate, warmup_ratio or a smaller max_grad_norm"
     }
-
-
-def _is_at_rest(metrics: Mapping[str, float]) -> bool:
-    return metrics["learning_rate"] == 0.0
 
 
 def _entropy(start: Steps, recent: Steps) -> dict[str, str]:

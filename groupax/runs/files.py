@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import errno
+import itertools
 import json
 import os
 import socket
@@ -17,7 +18,7 @@ from safetensors import SafetensorError
 
 from groupax.core.errors import RunError
 from groupax.core.storage.buckets import RemoteFolder
-from groupax.core.storage.folders import read_file
+from groupax.core.storage.folders import read_file, replacing_file
 
 METRICS, LOCK = "metrics.jsonl", ".lock"
 # Errors of file systems without locks, such as some network ones.
@@ -29,16 +30,10 @@ class LockedError(ValueError):
 
 
 class RunLock:
-    """An exclusive lock on a folder, which the system releases when the process ends.
+    """An exclusive lock on a folder, created if it is absent, which the system releases when the process ends.
 
-    The text of the lock's file names the holder. A file that a killed process left behind stops nobody.
-
-    Args:
-        folder: Folder to lock, which is created if it is absent.
-
-    Raises:
-        LockedError: Another run uses the folder. The message names its process, its host and when it started.
-        OSError: The folder is not writable.
+    The text of the lock's file names the holder, as does the LockedError for others. A file that a killed process left
+    behind stops nobody.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -77,11 +72,7 @@ class RunLock:
 
 
 def check_unlocked(folder: Path) -> None:
-    """Checks that no run uses the folder.
-
-    Raises:
-        LockedError: A run uses it.
-    """
+    """Raises a LockedError if a run uses the folder."""
     if not (folder / LOCK).is_file():  # without the file nobody holds the lock
         return
     try:
@@ -122,10 +113,8 @@ def complete_run(uri: str, num_steps: int) -> str:
 
 def free_name(path: Path) -> Path:
     """Returns the first of `path.1`, `path.2`, ... that does not exist."""
-    number = 1
-    while path.with_name(f"{path.name}.{number}").exists():
-        number += 1
-    return path.with_name(f"{path.name}.{number}")
+    names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    return next(each for each in names if not each.exists())
 
 
 @contextlib.contextmanager
@@ -150,11 +139,7 @@ def stopping_unwritable(uri: str) -> Iterator[None]:
 
 
 def check_writable(folder: Path) -> None:
-    """Checks that files can be written in the folder, or in the one that would be created. Leaves nothing behind.
-
-    Raises:
-        OSError: They cannot be written.
-    """
+    """Raises an OSError if no file can be written in the folder, or in the one that would be created there."""
     if os.path.lexists(folder) and not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -179,30 +164,15 @@ def parsed_record(text: bytes) -> Mapping[str, Any]:
 
 def replace_text(path: Path, text: str) -> None:
     """Writes a file atomically."""
-    partial = path.with_name(f".{path.name}")
-    partial.write_text(text, encoding="utf-8")
-    partial.rename(path)
-
-
-def sync_to_disk(path: Path) -> None:
-    """Flushes a file or a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with replacing_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def upload_changes(folder: Path, remote: RemoteFolder, uploaded: dict[str, tuple[int, int]]) -> None:
     """Uploads new and changed files except checkpoints, and deletes removed rollouts.
 
-    Args:
-        folder: The local folder.
-        remote: The folder in the bucket.
-        uploaded: Size and time of each uploaded file by name; updated.
-
-    Raises:
-        OSError: The bucket cannot be written to.
+    `uploaded` has the size and time of each uploaded file by name, and is updated. Raises an OSError if the bucket
+    cannot be written to.
     """
     for file in sorted(folder.rglob("*")):
         name = str(file.relative_to(folder))

@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from groupax.core.errors import RunError
 from groupax.core.storage.buckets import RemoteFolder, is_remote
-from groupax.core.storage.folders import MAX_LOG_BYTES, read_file
+from groupax.core.storage.folders import MAX_LOG_BYTES, read_file, sync_to_disk
 from groupax.core.types import Metrics, Rollout
 from groupax.episodes.record import FOLDER as RECORDS
 from groupax.evaluation.items import Item, write_items
@@ -31,13 +32,13 @@ from groupax.runs.files import (
     refusing_unwritable,
     replace_text,
     stopping_unwritable,
-    sync_to_disk,
     upload_changes,
 )
 from groupax.runs.rollout_log import RolloutLog, write_records
 
 STEP_FOLDERS = ("rollouts", "evaluations", "bad_steps")  # with files named for steps
 RECORD, DIAGNOSTICS = "record.jsonl", "diagnostics.jsonl"
+MAX_END = 2000  # characters that say why a process ended
 TRACKED = "tracked.jsonl"  # of the tracker "jsonl", which a resumed run extends
 
 
@@ -56,13 +57,9 @@ class RunFolder:
     deleted with this object, and uploaded by `sync`.
 
     Args:
-        path: A folder, created if absent, or a URL.
+        path: A folder, created if absent, or a URL; a ValueError says if it is not writable or another run works in it.
         rollout_log_bytes: Budget of `rollouts/`, in a bucket for what this process writes; None for no limit.
         emit: Receives messages about faults of the folder.
-
-    Raises:
-        ValueError: The folder cannot be written to.
-        LockedError: Another run works in the folder.
 
     Attributes:
         path: The local folder, which stays where it is if a function changes the working directory.
@@ -93,7 +90,8 @@ class RunFolder:
         self.num_metrics_bytes = 0
         self._record: list[bytes] = []  # lines of record.jsonl from earlier processes
         self._processes: list[Mapping[str, Any]] = []
-        self._identities: dict[str, str] = {}  # {"identity": digest} if it is known
+        self._is_recorded = False  # whether the last of them is this one
+        self._identity = ""  # digest of the run's identity, if it is known
         self._rollout_log = RolloutLog(self.path / "rollouts", rollout_log_bytes)
         self._uploaded: dict[str, tuple[int, int]] = {}  # size and time of each uploaded file
         with refusing_unwritable(self.uri):
@@ -106,10 +104,9 @@ class RunFolder:
     # Starting and resuming.
 
     def lock(self) -> bool:
-        """Locks the folder until `unlock` and returns whether this call did so. A bucket has no locks.
+        """Locks the folder until `unlock`, and returns whether this call did so. A bucket has no locks.
 
-        Raises:
-            LockedError: Another run works in it.
+        Raises a LockedError if another run works in the folder.
         """
         if self.remote is not None or self._lock is not None:
             return False
@@ -131,44 +128,33 @@ class RunFolder:
     def start(self, config: Mapping[str, Any], identity: str = "", afresh: bool = True) -> None:
         """Starts a run; an earlier one in the folder is moved aside to `path.1`, `path.2`, ...
 
-        An earlier run stays if it has no results, or if it is the same run, killed before its first checkpoint, whose
-        steps will be repeated.
-
-        Args:
-            config: Content of `config.json`.
-            identity: Digest of the run's identity.
-            afresh: Whether to move the steps of the same run aside too.
+        An earlier run stays if it has no results, or if it has the same identity and was killed before its first
+        checkpoint, so that its steps will be repeated, unless the run starts `afresh`.
         """
         if self.remote is not None and self.remote.exists(METRICS):
             self.moved_aside = self.remote.move_all_aside()
         elif self.remote is None and has_results(self.path):
             if not afresh and identity and self._is_repeated(identity):
-                self._warn(f"the run in {self.uri} was stopped before its first checkpoint; its steps are repeated")
+                text = f"the run in {self.uri} was stopped before its first checkpoint; its steps are repeated"
+                self.emit(Message(text, warning=True))
                 self.resume(config, b"", 0)
                 return
             self._move_aside()
         elif afresh or not identity or not self._is_repeated(identity):
             shutil.rmtree(self.records, ignore_errors=True)  # of another run, killed before its first step
-        self.id, self._diagnostics, self._processes = secrets.token_hex(4), [], []
-        self._identities = {"identity": identity} if identity else {}
-        self._record = []
+        self.id, self._identity = secrets.token_hex(4), identity
+        self._diagnostics, self._processes, self._record = [], [], []
         self._prepare(config, b"", step=0)
 
     def resume(self, config: Mapping[str, Any], metrics: bytes, step: int) -> None:
-        """Continues the run in the folder from a step.
-
-        Args:
-            config: Content of `config.json`.
-            metrics: Content of `metrics.jsonl` at that step.
-            step: The step; files of later steps are removed.
-        """
+        """Continues the run in the folder from a step, with `metrics.jsonl` as it was then, without later files."""
         about = parsed_record(self._earlier("run.json"))
         self.id, self._processes = about.get("id") or secrets.token_hex(4), about.get("processes", [])
-        self._identities = {name: about[name] for name in ("identity",) if name in about}
+        self._identity = about.get("identity", "")
         lines = map(parsed_record, self._earlier(DIAGNOSTICS).splitlines())
         self._diagnostics = [dict(line) for line in lines if line.get("step", step + 1) <= step]
-        record = self._earlier(RECORD)
-        self._record = [line for line in record.splitlines() if parsed_record(line).get("step", step + 1) <= step]
+        lines = self._earlier(RECORD).splitlines()
+        self._record = [line for line in lines if parsed_record(line).get("step", step + 1) <= step]
         if self.remote and (tracked := self._earlier(TRACKED)):
             (self.path / TRACKED).write_bytes(tracked)
         self._prepare(config, metrics, step)
@@ -213,7 +199,7 @@ class RunFolder:
             number = table.name.rpartition("step_")[2].partition(".")[0]
             if table.name.startswith(".") or (number.isdigit() and int(number) > step):
                 table.unlink()
-        self._is_prepared = True
+        self._is_prepared, self._is_recorded = True, False
         self._write_json("config.json", config)
         if self.command is not None:
             self._write_json("command.json", self.command)
@@ -229,15 +215,22 @@ class RunFolder:
         """Adds a process that works on the run to `run.json`: step, settings, devices and so on, as plain data."""
         command = {} if self.command is None else {"command": self.command}
         self._processes = [*self._processes, {**process, **command}]
-        self._write_json("run.json", {"id": self.id, **self._identities, "processes": self._processes})
+        self._is_recorded = True
+        self._write_processes()
+
+    def write_end(self, why: str) -> None:
+        """Adds to the record of this process why it ended before the run did; nothing if that cannot be written."""
+        if self._is_recorded:
+            self._processes = [*self._processes[:-1], {**self._processes[-1], "end": why[:MAX_END]}]
+            with contextlib.suppress(RunError):
+                self._write_processes()
+
+    def _write_processes(self) -> None:
+        identity = {"identity": self._identity} if self._identity else {}
+        self._write_json("run.json", {"id": self.id, **identity, "processes": self._processes})
 
     def write_tokenizer(self, tokenizer: Any, processor_folder: Path | None = None) -> None:
-        """Writes `tokenizer/`, which exports of checkpoints need.
-
-        Args:
-            tokenizer: The tokenizer.
-            processor_folder: Folder with the settings of an image processor, which are copied; None without one.
-        """
+        """Writes `tokenizer/`, which exports of checkpoints need, with the settings of an image processor, if any."""
         tokenizer.save_pretrained(self.path / "tokenizer")
         write_processor(processor_folder, self.path / "tokenizer")
 
@@ -299,11 +292,7 @@ class RunFolder:
             sync_to_disk(self.path / METRICS)
 
     def sync(self) -> None:
-        """Uploads new and changed files, if the run is in a bucket.
-
-        Raises:
-            OSError: The bucket cannot be written to.
-        """
+        """Uploads new and changed files, if the run is in a bucket; raises an OSError if they cannot be written."""
         if self.remote is not None:
             upload_changes(self.path, self.remote, self._uploaded)
 
@@ -327,6 +316,3 @@ class RunFolder:
     def _write_json(self, name: str, content: Any) -> None:
         with self._writing():
             replace_text(self.path / name, json.dumps(content, indent=2) + "\n")
-
-    def _warn(self, text: str) -> None:
-        self.emit(Message(text, warning=True))

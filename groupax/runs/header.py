@@ -6,7 +6,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ from jax.sharding import Mesh
 from groupax.core.config import GRPOConfig
 from groupax.core.settings.compute import Checkpointing, CheckpointingChoice
 from groupax.data.prompts import PromptSet
-from groupax.models.config import ModelConfig
 from groupax.models.flops import forward_flops
 from groupax.models.lora import count_params
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
-from groupax.parallel.accelerators import Chip, chip_of, instruction_set, processor_name
+from groupax.parallel.accelerators import chip_of, instruction_set, processor_name
 from groupax.parallel.collectives import is_on_host
 from groupax.rollouts.state import UpdateSchedule
 from groupax.runs.checkpoints.choose import Saved
@@ -31,34 +30,14 @@ from groupax.runs.progress.display import short_number
 from groupax.training.adapters import PolicyLearner
 
 
-def run_facts(
-    args: GRPOConfig,
-    model: Model,
-    dataset_name: str,
-    prompts: PromptSet,
-    eval_prompts: Mapping[str, PromptSet],
-    num_steps: int,
-    rows_per_step: int,
-    of_episodes: Mapping[str, str],
-) -> dict[str, str]:
-    """Returns facts about the run by label, with those of its rewards and episodes."""
-    held_out = "".join(f", {len(each):,} held out ({name})" for name, each in eval_prompts.items())
-    return {
-        **model_facts(model),
-        "data": dataset_name,
-        "prompts": f"{len(prompts):,}{held_out}",
-        **of_episodes,
-        "steps": f"{num_steps:,}, each on {rows_per_step:,} completions, {args.num_generations} per prompt, of at most "
-        f"{args.max_completion_length:,} tokens ({rows_per_step * args.max_completion_length:,} together)",
-    }
-
-
 def model_facts(model: Model) -> dict[str, str]:
     """Returns facts about the model and its devices by label."""
+    trained, total = count_params(model.config, model.adapter and model.adapter.config)
+    devices = model.mesh.devices
     return {
         "model": model.name or "a model created in memory",
-        "parameters": _parameters(model),
-        "devices": _devices(model),
+        "parameters": f"{total:,}, {'all' if trained == total else f'of which {trained:,} are'} trained",
+        "devices": f"{devices.size} x {devices.flat[0].device_kind}",
     }
 
 
@@ -85,10 +64,12 @@ def time_facts(
     schedule: UpdateSchedule,
     has_turns: bool,
 ) -> dict[str, str]:
-    """Returns the time of an optimizer step that the peaks of the devices allow, by label.
+    """Returns the time of an optimizer step that the peaks of the devices allow, a lower bound, by label.
 
-    It is not given where it is not known: for devices without stated peaks, for episodes of several turns, images and
-    mixtures of experts, whose arithmetic depends on the data, and for weights that are decoded with fewer bits.
+    Decoding reads the weights once per token of a rollout's longest completion, and an update does three times the
+    arithmetic of a forward pass; all else is left out. The time is not given where it is not known: for devices without
+    stated peaks, for episodes of several turns, images and mixtures of experts, whose arithmetic depends on the data,
+    and for weights that are decoded with fewer bits.
     """
     devices, longest = model.mesh.devices, args.max_completion_length
     chip = chip_of(devices.flat[0].device_kind)
@@ -99,7 +80,8 @@ def time_facts(
     rows = [(num_tokens, [longest] * args.num_generations)] * (schedule.rows_per_step // args.num_generations)
     num_decoded = 0.0 if args.rollout_servers else longest / schedule.updates_per_rollout
     weight_bytes = sum(x.nbytes for x in jax.tree.leaves(learner.policy)) / args.decoding_tp
-    seconds = seconds_at_peak(model.config, chip, devices.size, rows, num_decoded, weight_bytes)
+    seconds = num_decoded * weight_bytes / chip.memory_bytes_per_s
+    seconds += 3 * forward_flops(model.config, rows) / (devices.size * chip.flops)
     text = f"at best {short_number(seconds)} s with completions of {longest:,} tokens, by the devices' peak rates"
     return {"time per step": text}
 
@@ -125,33 +107,6 @@ def recomputation(choice: CheckpointingChoice, checkpointing: Checkpointing) -> 
     return {"gradient checkpointing": checkpointing + (", chosen for the devices' memory" if choice == "auto" else "")}
 
 
-def _parameters(model: Model) -> str:
-    trained, total = count_params(model.config, model.adapter and model.adapter.config)
-    return f"{total:,}, all trained" if trained == total else f"{total:,}, of which {trained:,} are trained"
-
-
-def _devices(model: Model) -> str:
-    devices = model.mesh.devices
-    return f"{devices.size} x {devices.flat[0].device_kind}"
-
-
-def seconds_at_peak(
-    config: ModelConfig,
-    chip: Chip,
-    num_devices: int,
-    rows: Sequence[tuple[int, list[int]]],
-    num_decoded: float,
-    weight_bytes: float,
-) -> float:
-    """Returns the seconds of an optimizer step at the peaks of its devices.
-
-    Decoding reads the weights once per token of a rollout's longest completion, and an update does three times the
-    arithmetic of a forward pass. All else is left out, so that the time is a lower bound.
-    """
-    decode_s = num_decoded * weight_bytes / chip.memory_bytes_per_s
-    return decode_s + 3 * forward_flops(config, rows) / (num_devices * chip.flops)
-
-
 def process_of(mesh: Mesh) -> Mapping[str, Any]:
     """Returns the start time, the machine and the libraries of this process, as plain data."""
     return {
@@ -174,9 +129,10 @@ def begun_process(mesh: Mesh, saved: Saved | None) -> Mapping[str, Any]:
     return {**process_of(mesh), **({"commit": commit} if commit else {}), **origin}
 
 
-TIMEOUT_S = 3.0  # of each of git's commands
-_OPTIONS = ("--no-pager", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
-_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+TIMEOUT_S = 3.0  # of git
+_SETTINGS = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "diff.ignoreSubmodules=all")
+_DESCRIBE = ("describe", "--always", "--dirty", "--abbrev=64", "--exclude=*")
+_COMMIT = re.compile(r"([0-9a-f]{40}|[0-9a-f]{64})(-dirty)?")
 
 
 def program_folder() -> Path:
@@ -190,29 +146,24 @@ def program_folder() -> Path:
 def commit_of(folder: Path) -> str | None:
     """Returns the commit that is checked out in a folder, with "-dirty" after it if tracked files differ from it.
 
-    Returns None if the folder is in no work tree, or if git is missing, does not trust the folder or takes too long.
+    It is None if the folder is in no work tree, or if git is missing, does not trust the folder or takes too long.
     Neither hooks nor monitors of the repository are run.
     """
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    own |= {"GIT_TERMINAL_PROMPT": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        commit = _git(folder, "rev-parse", "--verify", "HEAD").strip()
-        is_dirty = _git(folder, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all") != ""
+        described = subprocess.run(
+            ["git", "--no-pager", *(part for each in _SETTINGS for part in ("-c", each)), *_DESCRIBE],
+            cwd=folder,
+            env=own,
+            timeout=TIMEOUT_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    return f"{commit}{'-dirty' if is_dirty else ''}" if _COMMIT.fullmatch(commit) else None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    """Returns what one of git's commands prints about a folder, whatever the environment says of others."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    own |= {"GIT_TERMINAL_PROMPT": "0", "GIT_NO_LAZY_FETCH": "1"}
-    return subprocess.run(
-        ["git", *_OPTIONS, *arguments],
-        cwd=folder,
-        env=own,
-        timeout=TIMEOUT_S,
-        check=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ).stdout
+    commit = described.stdout.strip()
+    return commit if _COMMIT.fullmatch(commit) else None

@@ -59,9 +59,7 @@ class RunLog:
     and profiles.
 
     Args:
-        args: The run's settings.
-        folder: The run folder.
-        num_steps: Number of optimizer steps of the run.
+        args, folder, num_steps: The run's settings, its folder and the number of its optimizer steps.
         events: The stream; it loses the run's sinks again when the log is closed.
         listeners: The user's sinks.
         memory: Measures the memory in use after every step.
@@ -140,13 +138,7 @@ class RunLog:
         }
 
     def resume(self, state: Mapping[str, Any], rollouts: Sequence[Rollout], metrics: Metrics) -> None:
-        """Restores an earlier `state`.
-
-        Args:
-            state: The state.
-            rollouts: Completions of the rollout in progress.
-            metrics: Metrics of that rollout.
-        """
+        """Restores an earlier `state`, with the completions and the metrics of the rollout in progress."""
         self.diagnostics.history = list(state["history"])
         self.diagnostics.reported = set(state["diagnosed"])
         self.window, self.last, self.evaluated = list(state["window"]), state["last"], state["evaluated"]
@@ -191,16 +183,15 @@ class RunLog:
             scores: Token scores of completions of the last rollout, by index into that rollout.
             distributions: Measurements of the weights by name.
         """
-        now_s, compiled = time.perf_counter(), compilation()
-        compiled_s = compiled.seconds
+        now_s, compiled, at_start = time.perf_counter(), compilation(), self.compiled_at_start
         times = {
             "step_time": now_s - self.step_started_s,
-            "time/compile_s": compiled_s - self.compiled_before_s,
-            "compile/total_s": compiled_s - self.compiled_at_start[0],
-            "compile/num_programs": float(compiled.num_programs - self.compiled_at_start[1]),
-            "compile/num_large_programs": float(compiled.num_large_programs - self.compiled_at_start[2]),
+            "time/compile_s": compiled.seconds - self.compiled_before_s,
+            "compile/total_s": compiled.seconds - at_start[0],
+            "compile/num_programs": float(compiled.num_programs - at_start[1]),
+            "compile/num_large_programs": float(compiled.num_large_programs - at_start[2]),
         }
-        self.step_started_s, self.compiled_before_s = now_s, compiled_s
+        self.step_started_s, self.compiled_before_s = now_s, compiled.seconds
         metrics = with_logged({"step": float(step), **metrics, **times}, self.rollout_metrics) | self.memory()
         metrics = metrics | self.diagnostics.measure(metrics)
         self.window.append(metrics)
@@ -235,14 +226,7 @@ class RunLog:
 
 
 class FolderSink:
-    """Writes metrics, diagnostics, completions and evaluations.
-
-    Args:
-        completions: Which completions are kept.
-        folder: The run folder.
-        logging_steps: Steps between two lines of metrics.
-        num_steps: Number of optimizer steps of the run.
-    """
+    """Writes metrics, diagnostics, evaluations and the completions that the settings keep into the run folder."""
 
     def __init__(self, completions: RolloutLogSettings, folder: RunFolder, logging_steps: int, num_steps: int) -> None:
         self.completions, self.folder = completions, folder

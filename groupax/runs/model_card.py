@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,27 +30,16 @@ ESTIMATES = ("pass@1", "reward")  # of held-out prompts
 
 @dataclass(frozen=True)
 class Method:
-    """A method of training as a card describes it.
+    """A method of training as a card describes it."""
 
-    Attributes:
-        title: Title of the card.
-        name: Name of the method, in Markdown.
-        tag: Tag of the model on the hub.
-        data: Label of the training data.
-        settings: Settings that the card lists.
-        metrics: Metrics that the card lists.
-        measured_on: What the metrics are of.
-        citation: BibTeX entry of the method; empty for none.
-    """
-
-    title: str
-    name: str
-    tag: str
-    data: str
-    settings: Sequence[str]
-    metrics: Sequence[str]
-    measured_on: str
-    citation: str = ""
+    title: str  # of the card
+    name: str  # in Markdown
+    tag: str  # of the model on the hub
+    data: str  # label of the training data
+    settings: Sequence[str]  # that the card lists
+    metrics: Sequence[str]  # that the card lists
+    measured_on: str  # what the metrics are of
+    citation: str = ""  # BibTeX entry of the method
 
 
 _LEARNING = ("optimizer", "learning_rate", "lr_scheduler_type", "base_weights", "seed")
@@ -114,46 +104,26 @@ print(tokenizer.decode(model.generate(input_ids=input_ids, max_new_tokens=64)[0]
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A model that a run has trained, as its card describes it.
+    """A model that a run has trained, as its card describes it."""
 
-    Attributes:
-        args: The run's settings.
-        base: The starting model; None for one that was created in memory.
-        adapter: Settings of the trained adapter; None if all weights were trained.
-        dataset: Source of the prompts: a file, a hub id, or a description.
-        rewards: Names of the reward functions, if there are any.
-        num_steps: Number of optimizer steps so far.
-        metrics: Metrics of the last logged step.
-        is_chat: Whether prompts are formatted with the tokenizer's chat template.
-        license_id: License of the starting model.
-        of_episodes: The names of tools and environments by label.
-        held_out: Estimates on held-out prompts, by the step after which they were measured, the set and the metric.
-        recipe: Name of the recipe, if there is one.
-        prompt: A prompt of the training that may be published; None for none, since prompts may be private.
-    """
-
-    args: RunConfig
-    base: str | None
-    adapter: Mapping[str, Any] | None
-    dataset: str
-    rewards: Sequence[str]
-    num_steps: int
-    metrics: Metrics
-    is_chat: bool = False
-    license_id: str | None = None
-    of_episodes: Mapping[str, str] = field(default_factory=dict)
+    args: RunConfig  # the run's settings
+    base: str | None  # the starting model; None for one that was created in memory
+    adapter: Mapping[str, Any] | None  # settings of the trained adapter; None if all weights were trained
+    dataset: str  # source of the prompts: a file, a hub id, or a description
+    rewards: Sequence[str]  # names of the reward functions, if there are any
+    num_steps: int  # optimizer steps so far
+    metrics: Metrics  # of the last logged step
+    is_chat: bool = False  # prompts are formatted with the tokenizer's chat template
+    license_id: str | None = None  # of the starting model
+    of_episodes: Mapping[str, str] = field(default_factory=dict)  # names of tools and environments by label
+    # estimates on held-out prompts, by the step after which they were measured, the set and the metric
     held_out: Mapping[int, Mapping[str, Mapping[str, Any]]] | None = None
-    recipe: str | None = None
-    prompt: Prompt | None = None
+    recipe: str | None = None  # name of the recipe, if there is one
+    prompt: Prompt | None = None  # one of the training that may be published, since prompts may be private
 
 
 def run_card(model: Trained, method: Method = GRPO) -> str:
-    """Returns the card of a model that a run has trained.
-
-    Args:
-        model: The model.
-        method: How it was trained.
-    """
+    """Returns the card of a model that a run has trained by a method."""
     settings, base, adapter, metrics = model.args.to_dict(), model.base, model.adapter, model.metrics
     kind = "A fine-tune of" if adapter is None else "A LoRA adapter for"
     rows = [(method.data, shown_name(model.dataset))]
@@ -177,14 +147,7 @@ def run_card(model: Trained, method: Method = GRPO) -> str:
 
 
 def derived_card(how: str, base: str | None, of_source: str | None, is_chat: bool = False) -> str:
-    """Returns the card of a model that was derived from another one, followed by that one's card.
-
-    Args:
-        how: A sentence about the derivation, in Markdown.
-        base: The other model.
-        of_source: The `README.md` of the other model, if there is one.
-        is_chat: Whether the tokenizer has a chat template.
-    """
+    """Returns the card of a model that was derived from a base, with a sentence of Markdown on how, and its card."""
     body = "" if of_source is None else f"\n\n## Its source\n\n{_FRONT.sub('', of_source).strip()}"
     text = f"{how}\n\n## Use\n\n{_usage(False, is_chat)}{body}"
     return card("Model", text, base, license_id=license_of(of_source))
@@ -266,12 +229,12 @@ def _usage(is_adapter: bool, is_chat: bool, prompt: Prompt | None = None) -> str
 def _held_out(estimates: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:
     """Returns a section with a table of the first and the last estimates."""
     steps = sorted({min(estimates), max(estimates)})
-    rows = []
-    for name, last in estimates[steps[-1]].items():
-        for key in ESTIMATES:
-            if key in last:
-                values = [str(estimates[step][name].get(key, "")) for step in steps]
-                rows.append((f"{name}: {key} ({last[key].num_items} prompts)", *values))
+    rows = [
+        (f"{name}: {key} ({last[key].num_items} prompts)", *(str(estimates[step][name].get(key, "")) for step in steps))
+        for name, last in estimates[steps[-1]].items()
+        for key in ESTIMATES
+        if key in last
+    ]
     head = ("means with 95 % intervals", *(f"after step {step}" for step in steps))
     return f"## Held-out prompts\n\n{_table(head, rows)}"
 
@@ -283,10 +246,8 @@ def _weighted(name: str, weight: float) -> str:
 def _versions() -> dict[str, str]:
     found = {}
     for name in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):  # groupax from a source tree that is not installed
             found[name] = version(name)
-        except PackageNotFoundError:  # groupax from a source tree that is not installed
-            continue
     return found
 
 

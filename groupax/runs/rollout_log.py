@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.core.storage.folders import replacing_file
 from groupax.core.types import Prompt, PromptImages, Rollout
 from groupax.data.examples import Example, values_as_json, with_values_from_json
 from groupax.data.images import image_name, images_of, named, save_png
@@ -72,9 +73,6 @@ class RolloutLog:
             scores: Token scores of the completions that it trained on, by index into `rollouts`.
             reward: Mean reward of the step.
             kept: Steps whose files stay if the budget is exceeded.
-
-        Raises:
-            OSError: The disk is full.
         """
         path = self.path(step)
         if any(row.images is not None for row in rollouts):
@@ -83,7 +81,8 @@ class RolloutLog:
         if self.max_bytes is None:
             return
         if self._sizes is None:
-            self._sizes = {_step_of(path): path.stat().st_size for path in self.folder.glob("step_*.parquet")}
+            sizes = {path.stem.rpartition("_")[2]: path.stat().st_size for path in self.folder.glob("step_*.parquet")}
+            self._sizes = {int(number): size for number, size in sizes.items()}
         self._sizes[step], self._rewards[step] = path.stat().st_size, reward
         if sum(self._sizes.values()) > self.max_bytes:
             self._thin_out(self._sizes, self.max_bytes, kept)
@@ -111,10 +110,7 @@ class RolloutLog:
 def to_remove(sizes: Mapping[int, int], max_bytes: int, kept: Collection[int] = ()) -> list[int]:
     """Returns the steps whose files to remove: repeatedly the one whose neighbours are closest.
 
-    Args:
-        sizes: Sizes in bytes by step.
-        max_bytes: Budget for the remaining files.
-        kept: Steps to keep, in addition to the first and the last one.
+    The first and the last step and those to keep are not among them, even if the others' sizes exceed the budget.
     """
     steps, total, removed = sorted(sizes), sum(sizes.values()), []
     while total > max_bytes and len(steps) > 2:
@@ -152,14 +148,11 @@ def rollout_table(
         columns[f"rewards/{name}"] = pa.array([row.rewards.get(name) for row in rollouts], pa.float64())
     for name in dict.fromkeys(name for row in rollouts for name in row.extra):
         columns[f"extra/{valid_text(str(name))}"] = simple_column([row.extra.get(name) for row in rollouts])
-    columns |= {
-        "prompt_ids": _lists([row.prompt_ids for row in rollouts], np.int32),
-        "completion_ids": _lists([row.completion_ids for row in rollouts], np.int32),
-        "policy_logps": _lists([row.policy_logps for row in rollouts], np.float32),
-        "sampler_logps": _lists([row.sampler_logps for row in rollouts], np.float32),
-        "trainer_logps": _lists([each and each.logps for each in trained], np.float32),
-        "entropies": _lists([each and each.entropies for each in trained], np.float32),
-    }
+    for name in ("prompt_ids", "completion_ids", "policy_logps", "sampler_logps"):
+        kind = np.int32 if name.endswith("ids") else np.float32
+        columns[name] = _lists([getattr(row, name) for row in rollouts], kind)
+    columns["trainer_logps"] = _lists([each and each.logps for each in trained], np.float32)
+    columns["entropies"] = _lists([each and each.entropies for each in trained], np.float32)
     if any(row.has_turns for row in rollouts):
         columns |= {
             "mask": _lists([row.mask for row in rollouts], bool),
@@ -189,16 +182,7 @@ def rollout_table(
 
 
 def rollout_of(row: Mapping[str, Any], example: Example, images: PromptImages | None = None) -> Rollout:
-    """Returns the completion of a row of a checkpoint, or of this log with its completion as `text`.
-
-    Args:
-        row: The row's values by column.
-        example: Row of the dataset.
-        images: Images of the prompt.
-
-    Raises:
-        ValueError: The values do not fit together.
-    """
+    """Returns the completion of a row of a checkpoint, or of this log with its completion as `text`."""
     values = {field.name: row[field.name] for field in fields(Rollout) if row.get(field.name) is not None}
     values |= {name: read(values[name]) for name, read in READ.items() if name in values}
     if "experts" in values:
@@ -219,42 +203,20 @@ def _once_per_prompt(rollouts: Sequence[Rollout], value: Callable[[Rollout], Any
 
 
 def write_images(folder: Path, rollouts: Sequence[Rollout]) -> None:
-    """Writes the images of prompts that a run folder does not have yet, as images/SHA256.png (see `image_name`).
-
-    Args:
-        folder: The run folder.
-        rollouts: Completions.
-
-    Raises:
-        OSError: The disk is full.
-    """
+    """Writes the images of prompts that a run folder does not have yet, as images/SHA256.png (see `image_name`)."""
     examples = {id(row.example): row.example for row in rollouts if row.images is not None}
     for image in (image for example in examples.values() for image in images_of(example)):
-        path = folder / image_name(image)
-        if path.exists():
-            continue
-        path.parent.mkdir(exist_ok=True)
-        partial = path.with_name(f".{path.name}")
-        try:
-            save_png(image, partial)
-            partial.rename(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        if not (path := folder / image_name(image)).exists():
+            with replacing_file(path) as partial:
+                save_png(image, partial)
 
 
 def write_table(path: Path, table: Any) -> None:
     """Writes a `pyarrow.Table` atomically."""
     import pyarrow.parquet
 
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(f".{path.name}")
-    try:
+    with replacing_file(path) as partial:
         pyarrow.parquet.write_table(table, partial, compression="zstd")
-        partial.rename(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
@@ -325,7 +287,3 @@ def _stored_reward(path: Path) -> float:
         return float("nan")
     reward = json.loads(about)["reward"] if about else None
     return float("nan") if reward is None else reward
-
-
-def _step_of(path: Path) -> int:
-    return int(path.stem.rpartition("_")[2])

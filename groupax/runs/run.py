@@ -11,7 +11,7 @@ from typing import TypeVar
 import jax
 
 from groupax.core.config import GRPOConfig, RunConfig, SFTConfig
-from groupax.core.errors import DivergedError, RewardError
+from groupax.core.errors import DivergedError, PreemptedError, RewardError
 from groupax.core.storage.buckets import is_remote
 from groupax.core.storage.replacing import ForeignFilesError, check_destination
 from groupax.core.types import Row
@@ -21,7 +21,6 @@ from groupax.parallel import processes
 from groupax.parallel.memory import memory_in_use
 from groupax.parallel.preemption import PreemptionHandler, RolloutCancelled
 from groupax.parallel.runtime import compilation, configure_jax
-from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints.choose import complete_identity
 from groupax.runs.checkpoints.fingerprint import Identity, differences
 from groupax.runs.checkpoints.saver import RunSaver
@@ -72,7 +71,7 @@ class RunHooks:
 
     def save_if_due(self, run: "Run") -> None:
         """Writes a checkpoint if one is due before the next step."""
-        run.saver.save_if_due(run.trainer.cursor, run.trainer.experience)
+        run.saver.save_if_due()
 
     def end(self, run: "Run") -> None:
         """Saves what remains of the run after its last step."""
@@ -84,11 +83,6 @@ class RunHooks:
 
 class Run:
     """The surroundings of a trainer's loop: its start, events, evaluations, checkpoints and end.
-
-    Args:
-        trainer: The trainer that owns it.
-        args: Settings of the run.
-        progress: Display of the run; None takes the one that `progress_bar` names.
 
     Attributes:
         hooks: Extension points, which may be replaced before the run starts.
@@ -129,11 +123,7 @@ class Run:
 
     @contextmanager
     def training(self) -> Iterator[PreemptionHandler]:
-        """Starts or resumes the run for the loop in the block, and ends it; saves its state if the loop fails.
-
-        Raises:
-            LockedError: another run works in the folder.
-        """
+        """Starts or resumes the run for the loop in the block, and ends it; saves its state if the loop fails."""
         with self.holding_folder():
             trainer = self.trainer
             mesh, several = trainer.start_model.mesh, processes.num_processes() > 1
@@ -155,16 +145,20 @@ class Run:
                     try:
                         yield self.stop
                     except RolloutCancelled:
-                        self.saver.stop(*self._settled(), self.stop.reason or "")
+                        self.saver.stop(self.stop.reason or "")
                     except Exception as error:
                         if several and not isinstance(error, (RewardError, DivergedError)):  # which all processes raise
                             processes.fail(error)
                         else:
-                            self.saver.fail(*self._settled(), self._is_whole)
+                            self.saver.fail(self._is_whole)
                         raise
                     self.train_seconds = self.log.train_seconds
                     self.hooks.end(self)
                     self.emit(RunEnded(trainer.cursor.step))
+            except (Exception, KeyboardInterrupt, PreemptedError) as error:
+                is_stop = isinstance(error, PreemptedError)
+                self.folder.write_end(str(error) if is_stop else f"failed: {type(error).__name__}: {error}")
+                raise
             finally:
                 self.log.close()
 
@@ -172,8 +166,7 @@ class Run:
     def holding_folder(self) -> Iterator[None]:
         """Keeps other runs out of the run folder while the block runs; such blocks may be nested.
 
-        Raises:
-            LockedError: another run works in it.
+        Raises a LockedError if another run works in the folder.
         """
         is_taken = processes.run_on_primary(self.folder.lock)
         try:
@@ -185,17 +178,8 @@ class Run:
     def _begin(self) -> None:
         """Resumes from the checkpoint that `resume` names, or starts."""
         trainer, hooks, folder = self.trainer, self.hooks, self.folder
-        self.saver = RunSaver(
-            trainer.args,
-            self.identity,
-            trainer.start_model,
-            folder,
-            trainer.learner,
-            self.log,
-            trainer.policies,
-            hooks.checkpoints_in,
-            lambda: hooks.checkpoint_files(self),
-        )
+        more = partial(hooks.checkpoint_files, self)
+        self.saver = RunSaver(trainer, self.identity, self.log, hooks.checkpoints_in, more)
         metrics = folder.path / "metrics.jsonl"  # an earlier run may be moved aside, with its model
         processes.run_on_primary(lambda: metrics.exists() or self._check_destination())
         saved = self.saver.begin()
@@ -223,15 +207,11 @@ class Run:
         hooks.started(self)
 
     def save_end(self) -> None:
-        """Saves the last checkpoint, the model and the trackers' files.
-
-        Raises:
-            RunError: They cannot be written.
-        """
+        """Saves the last checkpoint, the model and the trackers' files, or raises a RunError."""
         self.log.close_sinks()
         self.emit(PhaseStarted("writing the model"))
         with stopping_unwritable(self.folder.uri):
-            self.saver.end(*self._settled())
+            self.saver.end()
             self.save_result()
             processes.run_on_primary(lambda: (self.folder.settle(), self.folder.sync()))
 
@@ -258,12 +238,6 @@ class Run:
                 trainer.start_model = replace(trainer.start_model, params=trainer.learner.untrained)
         return self._identity
 
-    def _settled(self) -> tuple[Cursor, Experience | None]:
-        """Returns the state of the run that a checkpoint saves."""
-        self.trainer.settle()
-        return self.trainer.cursor, self.trainer.experience
-
-    @property
     def _is_whole(self) -> bool:
         """Returns whether cursor, rollout and learner belong together; they do not if an update failed half-way."""
         state = self._state_before
@@ -295,11 +269,7 @@ class Run:
         self._state_before = None
 
     def stop_if_diverged(self, rows: Sequence[Row], update: Update, advice: str) -> None:
-        """Reports an update that was skipped, and ends the run after `max_bad_steps` in a row.
-
-        Raises:
-            DivergedError: There were that many.
-        """
+        """Reports an update that was skipped, and raises a DivergedError after `max_bad_steps` in a row."""
         cursor, folder = self.trainer.cursor, self.folder
         path = processes.run_on_primary(lambda: folder.write_bad_batch(cursor.step, rows))
         loss, grad_norm = update.metrics["loss"], update.metrics["grad_norm"]
@@ -331,13 +301,11 @@ class Run:
         if self._is_introduced:
             return
         self._is_introduced = True
-        described = self.described
-        facts = dict(described.facts)
+        plans = {**self.described.plans, **self.described.expectations}
         if self._will_resume_complete():
             self._report_complete_run()
-        else:
-            facts |= {**described.plans, **described.expectations}
-        facts |= {"to watch it": f"groupax view {self.folder.uri}"}
+            plans = {}
+        facts = {**self.described.facts, **plans, "to watch it": f"groupax view {self.folder.uri}"}
         self.emit(RunDescribed(self.trainer.num_steps, facts))
 
     def _will_resume_complete(self) -> bool:

@@ -29,35 +29,20 @@ GROUP_BYTES, ROW_BYTES, STAGE_BYTES = 4, 3, 8
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step as digests of what it was made of.
+    """A step as digests of what it was made of."""
 
-    Attributes:
-        step: Number of the optimizer step.
-        num_rollouts: Number of rollouts so far.
-        num_prompts: Number of prompts visited so far.
-        learning_rate: Learning rate of the update.
-        loss_value: Loss of the update; None if it is not finite.
-        grad_norm: Norm of the gradient; None if it is not finite.
-        data: Digest of the dataset's row of each group.
-        rollout: Digest of the tokens and the sampler's log-probs of each group.
-        reward: Digest of the rewards of each group.
-        advantage: Digest of the advantages of each group.
-        loss: Digest of the inputs and log-probs of each row of the update.
-        update: Digest of the weights after the update.
-    """
-
-    step: int
-    num_rollouts: int
-    num_prompts: int
+    step: int  # number of the optimizer step
+    num_rollouts: int  # so far
+    num_prompts: int  # visited so far
     learning_rate: float
-    loss_value: float | None
-    grad_norm: float | None
-    data: tuple[str, ...]
-    rollout: tuple[str, ...]
-    reward: tuple[str, ...]
-    advantage: tuple[str, ...]
-    loss: tuple[str, ...]
-    update: str
+    loss_value: float | None  # of the update; None if it is not finite
+    grad_norm: float | None  # likewise
+    data: tuple[str, ...]  # digest of the dataset's row of each group
+    rollout: tuple[str, ...]  # digest of the tokens and the sampler's log-probs of each group
+    reward: tuple[str, ...]  # digest of the rewards of each group
+    advantage: tuple[str, ...]  # digest of the advantages of each group
+    loss: tuple[str, ...]  # digest of the inputs and log-probs of each row of the update
+    update: str  # digest of the weights after the update
 
 
 def step_record(

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,28 +30,20 @@ from groupax.runs.checkpoints.record import stored_dtype
 from groupax.runs.diagnostics import Diagnose
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import Evaluation, RunLog
-from groupax.runs.model_card import shown_name
+from groupax.runs.model_card import Trained, license_of, read_card, shown_name
 from groupax.training.adapters import AdapterLearners, PolicyLearner
 from groupax.training.learner import Learner, LearnerSettings
 
 
 @dataclass(frozen=True)
 class Description:
-    """The facts of a run that a user should know before its first step.
+    """The facts of a run that a user should know before its first step, most of them by label."""
 
-    Attributes:
-        facts: Facts by label, which its record has too.
-        plans: The memory that it plans to use, by label; likewise.
-        expectations: What to expect of it, by label, which is only shown.
-        warnings: Texts of warnings.
-        findings: What is wrong with its settings, by the name of the finding (see `diagnostics`).
-    """
-
-    facts: Mapping[str, str]
-    plans: Mapping[str, str]
-    expectations: Mapping[str, str] = field(default_factory=dict)
-    warnings: Sequence[str] = ()
-    findings: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str]  # which its record has too
+    plans: Mapping[str, str]  # the memory that it plans to use; likewise
+    expectations: Mapping[str, str] = field(default_factory=dict)  # which are only shown
+    warnings: Sequence[str] = ()  # texts
+    findings: Mapping[str, str] = field(default_factory=dict)  # what is wrong with its settings (see `diagnostics`)
 
 
 class Trainer(ABC):
@@ -65,6 +57,7 @@ class Trainer(ABC):
         start_model: The model that the run starts from; weights that the learner has copied are dropped.
         learner: The policy under training.
         tokenizer: Tokenizer of the model.
+        dataset_name: Source of the training data, for people.
         num_steps: Number of optimizer steps of the run.
         cursor: Progress of the run.
         experience: The rollout that is not used up, if there are rollouts.
@@ -77,6 +70,7 @@ class Trainer(ABC):
     start_model: Model
     learner: PolicyLearner
     tokenizer: Any
+    dataset_name: str
     num_steps: int
     cursor = Cursor()
     experience: Experience | None = None
@@ -107,6 +101,13 @@ class Trainer(ABC):
     def card(self) -> str:
         """Returns the card of the model."""
 
+    def trained(self, is_chat: bool) -> Trained:
+        """Returns what every card says of the model; prompts may be formatted with the tokenizer's chat template."""
+        model, adapter = self.start_model, self.start_model.adapter
+        base, config = (model.name, None) if adapter is None else (adapter.base_name, asdict(adapter.config))
+        license_id, step = license_of(read_card(model.source)), self.cursor.step
+        return Trained(self.args, base, config, self.dataset_name, (), step, self.last_metrics, is_chat, license_id)
+
     def working(self, stop: PreemptionHandler) -> AbstractContextManager[object]:
         """Starts what only runs during training, and stops it at the end."""
         del stop
@@ -132,11 +133,7 @@ class Trainer(ABC):
 
     @property
     def model(self) -> Model:
-        """The present policy.
-
-        Raises:
-            ValueError: the run trains several adapters (see `adapters`).
-        """
+        """The present policy; of a run that trains several adapters see `adapters`."""
         if names := adapter_names(self.learner):
             raise ValueError(f"this run has a policy for each of its adapters: use adapters[{names[0]!r}]")
         return self._model_with(self.learner.state.params, self.learner.policy)
@@ -173,14 +170,9 @@ class Trainer(ABC):
         return save_model(trained, folder, self.tokenizer, dtype, card=self.card())
 
     def push_to_hub(self, repo_id: str, private: bool = True) -> str:
-        """Saves the current policy in the run's `model/`, uploads it, and returns its address (see `hub.push_folder`).
+        """Saves the current policy in the run's `model/`, uploads it to "owner/name", and returns its address.
 
-        Args:
-            repo_id: "owner/name".
-            private: Whether a new repository is private.
-
-        Raises:
-            ValueError: the run trains several adapters, each of which is pushed by itself (`groupax push`).
+        A new repository is private by default. Each of several adapters is pushed by itself (`groupax push`).
         """
         if adapter_names(self.learner):
             raise ValueError("push each adapter by itself: groupax push RUN/model/NAME OWNER/REPOSITORY")

@@ -217,7 +217,9 @@ def encoded_chat(
     images = None
     with bad_request("messages", "the prompt cannot be encoded: "):
         prompt = chat_prompt(request, model.tokenizer, kwargs)
-        if (request.regex or request.json_schema) and prompt.text.rstrip().endswith(("<think>", "[THINK]")):
+        if (request.regex is not None or request.json_schema is not None) and prompt.text.rstrip().endswith(
+            ("<think>", "[THINK]")
+        ):
             raise ValueError(
                 "the response is constrained from its first token, and the chat template opens reasoning; turn that "
                 "off, e.g. with chat_template_kwargs={'enable_thinking': false}"

@@ -1,6 +1,8 @@
 """Other libraries' interfaces: their translation to groupax, warnings and refusals."""
 
+import copy
 import json
+import pickle
 import re
 import warnings
 from dataclasses import replace
@@ -16,9 +18,9 @@ from groupax import Engine, SamplingParams, init_model, load_model
 from groupax.compat import hf, trl
 from groupax.compat.easydel.trainers import with_sampling
 from groupax.compat.fields import CompatWarning
+from groupax.compat.hf.model import DEFAULT_NEW_TOKENS, GENERATION
 from groupax.models.lora import as_lora_config
 from groupax.models.weights.checkpoint import reshard
-from groupax.models.weights.quantize import is_quantized
 from groupax.parallel.mesh import make_mesh
 from groupax.rollouts.collector import sampling_params
 from groupax.runs.build import eval_params
@@ -152,6 +154,8 @@ def test_settings_that_differ_from_trls_warn(settings, message, expected):
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "both set"),
         ({"optim": "galore_adamw"}, "optim 'galore_adamw' is not supported; choose from adamw"),
         ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "are not supported; choose from min_lr"),
+        ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"min_lr": 1e-7}}, "'constant' never reaches min_lr"),
+        ({"vllm_mode": "serve"}, "vllm_mode must be 'server' or 'colocate', got 'serve'"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs has 'num_beams'; choose from temperature"),
         ({"generation_kwargs": {"do_sample": False}}, "nothing is learned; leave it out"),
         ({"eval_strategy": "steps", "eval_steps": 0.5}, "give a number of steps"),
@@ -195,6 +199,8 @@ def test_evaluations_are_sampled_as_rollouts_are():
         ({"vllm_mode": "server", "vllm_tensor_parallel_size": 2}, "the server decides how", {"decoding_tp": 1}),
         ({"vllm_importance_sampling_mode": "token_truncate"}, "own engine",
          {"rollout_correction": "token_truncate", "rollout_correction_max": 3.0}),
+        ({"vllm_importance_sampling_clip_max": 2.0}, "own engine",
+         {"rollout_correction": "sequence_mask", "rollout_correction_max": 2.0}),
         ({"vllm_structured_outputs_regex": "[0-9]+"}, "", {"regex": "[0-9]+", "rollout_correction": "sequence_mask"}),
         ({"vllm_guided_decoding_regex": "[0-9]+"}, "", {"regex": "[0-9]+"}),
         ({"use_vllm": False, "vllm_structured_outputs_regex": "a"}, "no effect without use_vllm", {"regex": None}),
@@ -242,6 +248,8 @@ def test_easydel_settings_become_native_ones():
     expected |= {"optimizer": "lion", "lr_scheduler_type": "cosine", "learning_rate_end": 6e-7, "max_grad_norm": 1.0}
     expected |= {"progress_bar": "json", "logging_steps": 5, "save_total_limit": 0, "weight_distribution_log_steps": 50}
     assert {name: getattr(config, name) for name in expected} == expected
+    with pytest.warns(CompatWarning, match="learning_rate_end=1e-07 changes nothing in groupax without a scheduler"):
+        ed.GRPOConfig(learning_rate_end=1e-7).to_native()
     with pytest.raises(ValueError, match=r"optimizer 'adamww' is not supported; choose from .*did you mean adamw"):
         ed.GRPOConfig(optimizer="adamww").to_native()
 
@@ -252,6 +260,8 @@ def test_easydel_sampling_comes_from_the_config_and_then_from_the_inference():
         config = with_sampling(ed.GRPOConfig(top_k=5, temperature=0.5), inference).to_native()
     assert (config.max_completion_length, config.num_generations, config.top_k) == (9, 3, 5)
     assert (config.temperature, config.repetition_penalty) == (0.5, 1.1)
+    with pytest.warns(CompatWarning, match="vInference's seed=1 changes nothing in groupax: set seed in GRPOConfig"):
+        ed.vInference(None, seed=1)
     with pytest.raises(TypeError, match="no setting 'max_new_token'; did you mean max_new_tokens"):
         ed.vInference(None, max_new_token=9)
 
@@ -269,6 +279,8 @@ def test_what_scripts_say_to_a_model_before_training(folder):
     model.enable_input_require_grads()
     assert model.config.vocab_size == 13
     assert model.config.hidden_size == 32
+    for copied in (copy.deepcopy(model.config), pickle.loads(pickle.dumps(model.config))):
+        assert (copied.vocab_size, copied.hidden_size) == (13, 32)
     with pytest.raises(AttributeError, match="num_hidden_layers of a loaded model's config cannot be set"):
         model.config.num_hidden_layers = 1
     with pytest.raises(AttributeError, match="no 'hidden_sise'; did you mean hidden_size"):
@@ -358,13 +370,16 @@ def test_defaults_of_generate_are_those_of_transformers():
     from transformers import GenerationConfig
 
     defaults = {**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()}
-    assert defaults["max_length"] == hf.DEFAULT_NEW_TOKENS  # which it adds to the prompt's
-    assert {name: defaults.get(name) for name in hf.GENERATION} == {**hf.GENERATION, "max_length": 20}
+    assert defaults["max_length"] == DEFAULT_NEW_TOKENS  # which it adds to the prompt's
+    assert {name: defaults.get(name) for name in GENERATION} == {**GENERATION, "max_length": 20}
 
 
 def test_quantization_settings():
     with pytest.warns(CompatWarning, match="4-bit weights are nf4 with double quantization"):
         assert hf.base_weights({"load_in_4bit": True}) == "nf4"
+    for ignored in ({"llm_int8_skip_modules": ["lm_head"]}, {"bnb_4bit_compute_dtype": "float16"}):
+        with pytest.warns(CompatWarning, match=f"{next(iter(ignored))}=.* changes nothing in groupax"):
+            assert hf.base_weights({"load_in_8bit": True, **ignored}) == "int8"
     assert hf.base_weights(hf.BitsAndBytesConfig(load_in_8bit=True)) == "int8"
     with pytest.raises(ValueError, match="neither load_in_4bit nor load_in_8bit"):
         hf.base_weights({"bits": 4})
@@ -466,7 +481,7 @@ def test_a_trl_trainer_adapts_a_quantized_base_and_evaluates(folder, tmp_path):
     trainer = trl.GRPOTrainer(
         str(folder), count_a, config, PROMPTS, PROMPTS[:2], quantization_config=four_bits, peft_config=lora
     )
-    assert is_quantized(trainer.native.model.params)
+    assert trainer.native.args.base_weights == "nf4"
     assert trainer.native.model.adapter.config == as_lora_config(lora)
     trainer.train()
     assert "eval_reward" in trainer.evaluate()
@@ -481,6 +496,9 @@ def test_an_adapter_is_not_asked_for_twice(folder, tmp_path):
         make(processing_class=a_tokenizer(eos_token="<eos>"), peft_config=hf.LoraConfig(r=4))
     with pytest.raises(ValueError, match="already has an adapter, and peft_config describes another"):
         make(peft_config=hf.LoraConfig(r=8))
+    dropping = hf.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(folder), hf.LoraConfig(r=4, lora_dropout=0.1))
+    with pytest.raises(ValueError, match="disable_dropout=True would disable the adapter's lora_dropout"):
+        trl.GRPOTrainer(dropping, count_a, a_config(tmp_path, disable_dropout=True), PROMPTS)
 
 
 def test_chat_template_arguments_reach_the_prompts(folder, tmp_path):

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+import groupax.compat.easydel as ed
 from groupax import init_model
 from groupax.compat import trl
 from groupax.compat.trl.environments import Agents, owned_reward
@@ -125,9 +126,22 @@ def test_environments_have_their_own_prompts_and_the_results_are_the_texts_of_tr
     contents = [row.example["prompt"][-1]["content"] for row in group]
     assert contents[0] != contents[1]
     assert all(each.startswith("goCounter") for each in contents)
-    assert [row.environment for row in group] == (agents.pool and agents.pool.of(["Counter"], 2))
+    assert [row.environment for row in group] == agents.pool.of(["Counter"], 2)
     assert [message["content"] for message in group[0].messages or ()][1] == "{'total': 1}"
     assert list(agents.environments(False).tools) == ["act", "wait"]
+
+
+def test_the_template_describes_tools_of_easydel_to_the_model(tmp_path):
+    other = {"type": "function", "function": {"name": "other", "description": "x", "parameters": {"type": "object"}}}
+    config = ed.GRPOConfig(
+        save_directory=str(tmp_path), total_batch_size=1, max_completion_length=8, tools=[add, other]
+    )
+    model, tokenizer = init_model(MODEL, seed=0), chat_tokenizer()
+    rows = [{"prompt": [{"role": "user", "content": "2 + 3?"}]}]
+    trainer = ed.GRPOTrainer(config, None, model, lambda completions, **_: [0.0], None, rows, None, tokenizer)
+    prompt = tokenizer.decode(trainer.native.prompts.token_ids[0])
+    assert '"description": "Adds two numbers."' in prompt
+    assert '"name": "other"' in prompt
 
 
 def test_an_async_reward_of_an_environment_is_awaited():
@@ -183,6 +197,12 @@ def test_a_rollout_func_samples_whole_batches(tmp_path):
 def test_outputs_of_rollout_funcs_are_checked():
     with pytest.raises(ValueError, match=r"rollout_func must return keys \['logprobs'\]"):
         trajectories_of({"prompt_ids": [], "completion_ids": []})
+    rows = {"prompt_ids": [[1]] * 2, "completion_ids": [[2, 3]] * 2, "logprobs": [[-1.0, -2.0]] * 2}
+    masks = np.array([[1, 0], [1, 1]])
+    assert [each.mask.tolist() for each in trajectories_of({**rows, "env_mask": masks})] == masks.tolist()
+    assert [each.mask for each in trajectories_of({**rows, "env_mask": None})] == [None, None]
+    with pytest.raises(ValueError, match=r"one value for each completion under every key, returned .*'env_mask': 0"):
+        trajectories_of({**rows, "env_mask": []})
 
     def rollouts(*trajectories, **fields):
         request = RolloutRequest(Script(None), TOKENIZER, [{"prompt": "a"}], SamplingParams(n=2), 0, {})

@@ -9,7 +9,7 @@ import pytest
 from groupax import load_model
 from groupax.compat import trl
 from groupax.compat.callbacks import State
-from groupax.compat.trl.layout import TRLFolders, check_output_dir, checkpoint_to_resume
+from groupax.compat.trl.layout import TRLFolders, check_output_dir, checkpoint_to_resume, folders_of
 from groupax.runs.checkpoints.choose import split_path, store_of
 from groupax.runs.checkpoints.store import HF, LocalStore
 from groupax.runs.report.record import read_run
@@ -176,3 +176,5 @@ def test_settings_of_the_best_checkpoint_that_contradict_each_other(settings, me
     args = trl.GRPOConfig("here", load_best_model_at_end="best" not in settings.values(), **settings)
     with pytest.raises(ValueError, match=message):
         args.to_native()
+    with pytest.raises(ValueError, match=r"output_dir gs://bucket/run is a bucket, .* need a local folder"):
+        folders_of(args, "gs://bucket/run", State())

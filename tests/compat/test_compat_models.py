@@ -1,5 +1,6 @@
 """The model that a script gives to a trainer is the one that is trained."""
 
+import sys
 from dataclasses import replace
 
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from groupax.compat import hf, trl
+from groupax.compat.fields import CompatWarning
 from groupax.compat.hf.loading import read_torch_model
 from groupax.compat.trl.policy import policy_of
 from tests.training.test_trainer import PROMPTS, count_a
@@ -117,6 +119,24 @@ def test_frozen_weights_of_a_pytorch_model_are_refused(folder, tmp_path, monkeyp
     refused(model, r"wrap the model with peft.get_peft_model")
 
 
+@pytest.mark.parity
+def test_peft_adds_an_adapter_to_a_pytorch_model(folder, monkeypatch):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    config = {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
+    weights = []
+    for made in (peft.LoraConfig(**config), hf.LoraConfig(**config)):
+        model = hf.wrap_with_peft(AutoModelForCausalLM.from_pretrained(folder), made, seed=3)
+        weights.append(jax.tree.leaves(read_torch_model(model).adapter.trained))
+    assert all(np.array_equal(*pair) for pair in zip(*weights, strict=True))
+    with pytest.raises(ValueError, match="a PyTorch model takes a LoraConfig as peft_config"):
+        hf.wrap_with_peft(model, config, seed=3)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match="pip install peft, or pass the model's folder or hub id"):
+        hf.wrap_with_peft(model, made, seed=3)
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parity
 @pytest.mark.parametrize("kind", ["full", "peft_model", "peft_config"])
@@ -182,6 +202,14 @@ def test_the_given_model_of_compat_is_trained_in_place(folder, tmp_path):
     model.save_pretrained(tmp_path / "saved")
     saved = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").model.params["embed"]
     np.testing.assert_array_equal(saved, trainer.native.model.params["embed"])
+
+
+def test_a_base_is_quantized_unless_it_is_loaded_already(folder, tmp_path):
+    config, lora = hf.BitsAndBytesConfig(load_in_8bit=True), hf.LoraConfig(r=2)
+    assert policy_of(str(folder), a_config(tmp_path), config, lora).weights == "int8"
+    loaded = hf.AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.warns(CompatWarning, match="quantization_config changes nothing: the model is already loaded"):
+        assert policy_of(loaded, a_config(tmp_path), config, lora).weights == "same"
 
 
 def test_a_reference_with_another_meaning_than_trls_is_refused(folder, tmp_path):

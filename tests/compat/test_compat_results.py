@@ -6,11 +6,11 @@ import datasets
 import numpy as np
 import pytest
 
-from groupax.compat import trl
+from groupax.compat import hf, trl
 from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.fields import CompatWarning
 from groupax.compat.trl.base import BaseTrainer
-from groupax.compat.trl.policy import own_generate
+from groupax.compat.trl.policy import check_generate
 from groupax.compat.trl.streams import check_streams, evaluation_rows, training_rows
 from groupax.events import RunEnded, RunStarted, StepEnded
 from tests.training.test_trainer import PROMPTS, count_a
@@ -132,40 +132,15 @@ def test_what_scripts_read_of_a_trainer(folder, tmp_path, caplog):
         _ = trainer.bet
 
 
-@pytest.mark.parity
-@pytest.mark.filterwarnings("default")
-def test_a_model_with_a_generate_of_its_own_samples_itself(folder, tmp_path):
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    calls = []
-
-    def generate(input_ids, attention_mask, generation_config):
-        calls.append((tuple(input_ids.shape), generation_config.max_new_tokens))
-        assert attention_mask.sum(1).min() > 0
-        completions = torch.tensor([[3, 4, 5, 0], [5, 0, 1, 1], [3, 3, 3, 3], [4, 4, 0, 1]] * 2)
-        return torch.cat([input_ids, completions], 1)
-
-    settings = {"num_generations": 4, "num_generations_eval": 4, "per_device_train_batch_size": 8, "logging_steps": 1}
-    trainer = a_trainer(folder, tmp_path, eval_dataset=PROMPTS[:2], **settings)
-    trainer.model.generate = generate
-    collector, seen = trainer.native.collector, []
-    cut = collector.cut
-    collector.cut = lambda groups: seen.append(groups) or cut(groups)
-    trainer.train()
-    assert len(calls) == 3
-    assert {shape[0] for shape, _ in calls} == {8}
-    assert calls[0][1] == 8
-    [rollouts, *_] = seen[-1]
-    assert rollouts[0].completion_ids.tolist() == [3, 4, 5, 0]
-    first = cut([rollouts])[0][0]
-    assert (first.rollout_logp < 0).all()
-    trainer.evaluate()
-    assert len(calls) == 4
+def test_a_model_with_a_generate_of_its_own_is_refused(folder, tmp_path):
+    trainer = a_trainer(folder, tmp_path, eval_dataset=PROMPTS[:2])
+    check_generate(trainer.model)
     trainer.model.generate = lambda **inputs: inputs["input_ids"]
-    with pytest.raises(ValueError, match=r"the model's own generate returned .* for 8 prompts"):
-        trainer.evaluate()
-    del trainer.model.generate
-    assert own_generate(trainer.model) is None
+    for run in (trainer.train, trainer.evaluate):
+        with pytest.raises(ValueError, match=r"generate of its own, .* sample with it in a rollout_func"):
+            run()
+    with pytest.raises(ValueError, match="generate of its own"):
+        check_generate(type("Own", (hf.CausalLM,), {"generate": print})(trainer.native.model))
 
 
 @pytest.mark.parity

@@ -9,6 +9,7 @@ import pytest
 from groupax import init_model
 from groupax.compat import hf, trl
 from groupax.data.examples import visit_order
+from groupax.models.weights.quantize import is_quantized
 from tests.conftest import SHARED, TINY
 from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_sft import EXAMPLES
@@ -99,6 +100,13 @@ def test_an_override_that_is_never_called_is_refused(tmp_path):
     own = type("Own", (trl.SFTTrainer,), {"compute_loss": lambda self, *values: None})
     with pytest.raises(ValueError, match="Own overrides compute_loss, which groupax would never call"):
         a_trainer(tmp_path, kind=own)
+
+
+def test_a_base_is_quantized_while_the_native_trainer_loads_it(folder, tmp_path):
+    quantized = {"quantization_config": hf.BitsAndBytesConfig(load_in_8bit=True), "peft_config": hf.LoraConfig(r=2)}
+    trainer = a_trainer(tmp_path, model=str(folder), **quantized)
+    assert trainer.native.args.base_weights == "int8"
+    assert is_quantized(trainer.native.model.params)
 
 
 def test_a_model_that_has_an_adapter_is_trained_in_place(tmp_path):

@@ -51,6 +51,8 @@ def test_arguments_of_loading_are_taken_over_or_warn(tmp_path):
         resolved("owner/name", dtype="bfloat16")
     with pytest.warns(CompatWarning, match="cache_dir='here' changes nothing in groupax: .* HF_HUB_CACHE"):
         resolved("owner/name", cache_dir="here")
+    with pytest.warns(CompatWarning, match="model_init_kwargs revision, dtype change nothing: the model is already"):
+        assert resolved(hf.CausalLM, revision="v1", dtype="float32", attn_implementation="eager")[0] is hf.CausalLM
 
 
 def test_arguments_of_loading_that_change_the_model_are_refused():

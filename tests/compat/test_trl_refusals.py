@@ -1,18 +1,14 @@
 """Fields, arguments and attributes of TRL, by reflection: each takes part, warns, or is refused at construction."""
 
-import dataclasses
 import inspect
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from groupax import GRPOConfig
 from groupax.compat import trl
+from groupax.compat.fields import CompatWarning
+from tests.training.test_sft import EXAMPLES
 from tests.training.test_trainer import PROMPTS
-
-COMPAT = Path(trl.__file__).parents[1]
 
 
 def reward(completions, **columns):
@@ -46,18 +42,39 @@ def test_what_scripts_read_of_the_arguments():
     assert config.should_save
 
 
-def test_every_field_takes_part_warns_or_is_refused():
-    sources = "".join(path.read_text() for path in COMPAT.rglob("*.py"))
-    own, native = trl.GRPOConfig.FIELDS, {field.name for field in dataclasses.fields(GRPOConfig)}
-    for name in own.defaults.keys() - own.inert.keys() - own.refused.keys() - native:
-        is_read = re.search(rf"(self|args|config)(\.|, \"){name}\b(?! = )", sources)
-        assert is_read, f"{name} has no effect; declare it with the reason, or refuse it"
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO", "SFT"])
+def test_every_field_takes_part_warns_or_is_refused(folder, tmp_path, kind):
+    cls, read = getattr(trl, f"{kind}Config"), set()
+
+    class Recorded(cls):
+        def __getattribute__(self, name):
+            read.add(name)
+            return super().__getattribute__(name)
+
+    config = Recorded(str(tmp_path), **({} if kind == "SFT" else {"max_completion_length": 8}))
+    vllm = None if kind == "SFT" else Recorded(str(tmp_path), use_vllm=True, vllm_mode="server")
+    read.clear()
+    if vllm is not None:
+        with pytest.warns(CompatWarning, match="sampled by the server"):
+            vllm.to_native()
+    arguments = {} if kind == "SFT" else {"reward_funcs": reward}
+    getattr(trl, f"{kind}Trainer")(str(folder), args=config, train_dataset=EXAMPLES, **arguments)
+    while_training = {"eval_on_start", "push_to_hub", "hub_model_id", "hub_private_repo", "resume_from_checkpoint"}
+    while_training.add("per_device_eval_batch_size")
+    fields = cls.FIELDS
+    assert fields.defaults.keys() - fields.inert.keys() - fields.refused.keys() - read <= while_training
 
 
 @pytest.mark.parity
 @pytest.mark.filterwarnings("default")
-def test_the_trainer_has_the_arguments_of_trl():
+def test_trainers_have_the_arguments_of_trl():
     theirs = pytest.importorskip("trl")
-    expected = inspect.signature(theirs.GRPOTrainer.__init__).parameters
-    own = inspect.signature(trl.GRPOTrainer.__init__).parameters
-    assert {(each.name, each.default) for each in own.values()} == {(e.name, e.default) for e in expected.values()}
+    for name in ("GRPOTrainer", "SFTTrainer"):
+        pairs = [
+            [
+                (each.name, each.default)
+                for each in inspect.signature(getattr(library, name).__init__).parameters.values()
+            ]
+            for library in (theirs, trl)
+        ]
+        assert pairs[0] == pairs[1]

@@ -43,5 +43,6 @@ def test_other_names_are_those_of_the_installed_trl():
             if not name.endswith(("Trainer", "Callback", "Config")):
                 assert getattr(trl, name) is getattr(theirs, name)
     assert trl.ModelConfig is theirs.ModelConfig
+    assert trl.rewards is rewards
     assert rewards.think_format_reward is theirs.rewards.think_format_reward
     assert not hasattr(trl, "never_heard_of")

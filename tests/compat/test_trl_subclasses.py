@@ -84,6 +84,8 @@ def test_methods_that_only_scripts_call(folder, tmp_path):
     assert trainer.callbacks == []
     trainer.log({"mine": 1})
     assert trainer.state.log_history[-1]["mine"] == 1
+    with pytest.raises(TypeError, match="push_to_hub has no argument 'revision'"):
+        trainer.push_to_hub(revision="branch")
     with pytest.raises(AttributeError, match="compute_loss of GRPOTrainer is assigned"):
         trainer.compute_loss = lambda *_: 0.0
     trainer.note = "an attribute of the script's own"

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from groupax.cli.main import main
 from groupax.data.examples import load_examples
 from groupax.data.prompts import encode_examples
 
@@ -80,15 +79,6 @@ def test_files(tmp_path, name):
     assert "\n" not in text
     assert len(text) < 1000
     assert name in text or "prompt" in text
-
-
-@pytest.mark.parametrize("name", ["latin1.jsonl", "image_part.jsonl", "not.parquet"])
-def test_the_command_line_says_it_in_one_line(tmp_path, capsys, stories, name):
-    (tmp_path / name).write_bytes(FILES[name][0])
-    where = ["--dataset", str(tmp_path / name), "--output_dir", str(tmp_path / "run")]
-    status = main(["train", "--model", str(stories), "--reward_funcs", "groupax.rewards.lengths:x", *where])
-    assert status == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_damaged_parquet_files(tmp_path):

@@ -17,7 +17,7 @@ from groupax.core.config import NAMES_ELSEWHERE
 from groupax.core.settings.fields import Range
 from groupax.data.examples import load_examples, visit_order
 from groupax.data.prompts import encode_examples
-from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer
+from groupax.data.tokenizer import encode_prompts, encode_within, eos_token_ids, load_tokenizer, prepare_tokenizer
 from groupax.rollouts.state import UpdateSchedule, update_schedule
 from tests.conftest import TINY
 
@@ -67,7 +67,47 @@ def test_trls_names_point_to_ours():
         ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs has 'tools', which groupax sets itself"),
         ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs must be a mapping of names"),
         ({"chat_template_kwargs": {"x": {1, 2}}}, "a value that JSON cannot represent"),
+        ({"loss_type": "cispo"}, "set it, e.g. epsilon_high=5.0"),
+        ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"}, "leave scale_rewards at"),
+        ({"sync_ref_model": True}, "sync_ref_model needs a reference, and beta is 0"),
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "are both set; leave one at 0"),
+        ({"warmup_ratio": 1.5}, "warmup_ratio must be between 0 and 1, got 1.5"),
+        ({"rollout_correction_min": 4.0}, "rollout_correction_min 4.0 is above rollout_correction_max 3.0"),
+        ({"entropy_coef_min": 2.0}, "entropy_coef_min 2.0 is above entropy_coef_max 1.0"),
+        ({"top_entropy_quantile": -0.1}, "top_entropy_quantile must be between 0 and 1"),
+        ({"rollout_folder": "/shared"}, "rollout_folder is for rollout_servers"),
+        ({"filter_budget": 0.5}, "filter_budget must be between 1 and"),
+        ({"max_bad_steps": 0}, "max_bad_steps must be between 1 and"),
+        ({"optimizer": "adam"}, "optimizer must be one of adamw, adafactor, lion, muon, sgd, got 'adam'"),
+        ({"rollout_correction": "truncate"}, "rollout_correction must be one of none, token_truncate"),
+        ({"use_kl_in_reward": True}, "use_kl_in_reward needs a reference, and beta is 0"),
+        ({"reward_clip_range": (1.0, 1.0)}, "a lower and a higher number"),
+        ({"reward_clip_range": (0.0, 1.0), "multi_objective_aggregation": "normalize_then_sum"}, "clips the sum"),
+        ({"reward_clip_range": (0.0, 1.0), "turn_credit": "returns"}, "set reward_clip_range to None"),
+        ({"use_kl_in_reward": True, "beta": 0.1, "turn_credit": "returns"}, "turn_credit 'returns' does not use"),
+        ({"importance_sampling_level": "sequence_sum", "turn_credit": "returns"}, "undoes turn_credit"),
+        ({"max_staleness": 1}, "set rollout_correction, e.g. to 'token_truncate'"),
+        ({"max_staleness": -1}, "max_staleness must be between 0 and"),
+        ({"mesh": "2,2"}, "five numbers"),
+        ({"mesh": "1,x,1,1,1"}, "five numbers"),
+        ({"mesh": "-1,-1,1,1,1"}, "one may be -1 for the rest"),
+        ({"mesh": "0,1,1,1,1"}, "at least 1"),
+        ({"mesh_dcn": "2,-1,1,1,1"}, r"mesh_dcn must be numbers of slices, all at least 1, got '2,-1,1,1,1'"),
+        ({"decoding_tp": 2, "decoding_weights": "int8"}, "decoding_weights 'int8' are replicated on every device"),
+        ({"decoding_tp": 2, "base_weights": "nf4", "lora_r": 4}, "base_weights 'nf4' are replicated on every device"),
+        (
+            {"decoding_tp": 2, "max_staleness": 1, "rollout_correction": "token_truncate"},
+            "decoding_tp 2 and max_staleness 1 exclude each other",
+        ),
+        ({"routing_replay": True, "rollout_servers": ("http://a:1",)}, "rollout_servers send no experts"),
+        ({"regex": "a"}, "with regex completions are sampled from another distribution"),
+        ({"offload_reference": True}, "offload_reference needs a reference, and beta is 0; set beta above 0"),
+        ({"attn_implementation": "flash"}, "attn_implementation must be one of auto, plain, fused, got 'flash'"),
+        ({"reward_workers_on": "ray"}, "reward_workers_on is 'ray', but reward_workers is 0"),
+        ({"reward_workers_on": "slurm", "reward_workers": 1}, "reward_workers_on must be one of processes, ray, got"),
+        ({"rollout_servers": "host:8000"}, "rollout_servers must be addresses like http://host:port, got 'host:8000'"),
     ],
+    ids=str,
 )
 def test_bad_settings(settings, message):
     with pytest.raises(ValueError, match=message):
@@ -240,6 +280,12 @@ def test_prompts_that_are_too_long():
     truncated = encode_examples(rows, tokenizer, 4, "truncate_left")
     assert tokenizer.decode(truncated.token_ids[1]).replace(" ", "") == "efgh"
     assert truncated.num_truncated == 1
+    whole, [end] = (
+        tokenizer("abcdefghij" * 500)["input_ids"],
+        encode_within(tokenizer, ["abcdefghij" * 500], [False], 4),
+    )
+    assert 4 < len(end) < 1000, "no more of a long text is encoded than may be needed"
+    assert end.tolist() == whole[-len(end) :]
     with pytest.raises(ValueError, match="all 3 prompts are longer"):
         encode_examples(rows, tokenizer, 1, "drop")
     with pytest.raises(ValueError, match="prompt 0 is empty"):
@@ -255,7 +301,7 @@ def test_a_tokenizer_of_ones_own_splits_as_its_files_say(tmp_path, model_type):
     assert loaded.eos_token == "<eos>"
 
 
-def test_conversational_prompts_need_a_template(tmp_path):
+def test_conversational_prompts_need_a_template(tmp_path, caplog):
     messages = [{"role": "user", "content": "abc"}]
     with pytest.raises(ValueError, match=r"no chat template .*chatml, plain or to a file"):
         encode_prompts(a_tokenizer(), [messages])
@@ -265,6 +311,8 @@ def test_conversational_prompts_need_a_template(tmp_path):
     strings, chat = encode_prompts(tokenizer, ["abc", messages])
     assert strings.tolist() == [3, 4, 5]
     assert chat.tolist() == [3, 4, 5, 12]
+    encode_examples([{"prompt": [*messages, {"role": "assistant", "content": "d"}]}] * 2, tokenizer, 9, "error")
+    assert "prompt 0 and 1 others end with a message of the assistant. It is not continued" in caplog.text
     with pytest.raises(ValueError, match="neither a file nor one of chatml, plain"):
         prepare_tokenizer(a_tokenizer(), "chatlm")
     with pytest.raises(ValueError, match="must be a string or a list of messages"):

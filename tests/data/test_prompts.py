@@ -14,7 +14,7 @@ from groupax.cli.main import main
 from groupax.compat import trl
 from groupax.core.settings.fields import read_mapping
 from groupax.data import chat as chats
-from groupax.data.chat import TemplateProcess, render, render_all
+from groupax.data.chat import Conversation, TemplateProcess, render, render_all
 from groupax.data.prompts import encode_examples
 from groupax.data.tokenizer import encode_prompts, load_tokenizer
 from groupax.episodes.play import Prompts
@@ -128,7 +128,7 @@ def test_a_template_without_an_end_is_stopped_at_a_named_prompt(monkeypatch, tem
 
 def test_many_conversations_are_written_as_transformers_writes_them(qwen):
     conversations = [user(f"What is {index}+{index}?") for index in range(600)]
-    texts = render_all(qwen, conversations, [f"prompt {index}" for index in range(600)])
+    texts = render_all(qwen, [Conversation(each, f"prompt {index}") for index, each in enumerate(conversations)])
     expected = [qwen.apply_chat_template(each, tokenize=False, add_generation_prompt=True) for each in conversations]
     assert texts == expected
 
@@ -240,16 +240,6 @@ def test_servers_are_asked_to_stop_at_tokens_that_their_texts_do_not_show():
     params = SamplingParams(stop=("a", "<unk>"), stop_token_ids=(7,))
     assert list(sample_groups(sampler, tokenizer, Prompts([], []), params, step=0)) == []
     assert sampler.params == replace(params, stop_token_ids=(7, 0))
-
-
-@pytest.mark.heavy
-def test_a_run_with_other_stop_texts_is_another_run(tmp_path):
-    rows = [{"prompt": "bc"}, {"prompt": "de"}]
-    for stop in ("a", "b"):
-        a_trainer(tmp_path, dataset=rows, prompts_per_step=2, stop=stop, max_steps=1).train()
-    assert (tmp_path / "run.1").is_dir()
-    a_trainer(tmp_path, dataset=rows, prompts_per_step=2, stop="b", eval_stop="c", max_steps=1).train()
-    assert not (tmp_path / "run.2").is_dir()
 
 
 def test_arguments_of_the_template_reach_the_prompts_of_a_run(tmp_path):

@@ -6,7 +6,8 @@ import re
 import sys
 import time
 from dataclasses import replace
-from functools import cache
+from decimal import Decimal
+from functools import cache, partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -309,6 +310,16 @@ def sampled(compiler, matcher, rng, most):
             break
         tokens.append(token)
     return compiler.tokenizer.decode(tokens), False
+
+
+@pytest.mark.parametrize("schema", [each for each, allowed, _ in ALLOWED if allowed and isinstance(each, dict)])
+def test_sampled_documents_are_valid_for_their_schema(compiler, schema):
+    validate, rng = pytest.importorskip("jsonschema").validate, np.random.default_rng(0)
+    exact = partial(json.loads, parse_float=Decimal)  # of which 0.01 divides 0.07
+    texts = [sampled(compiler, matcher_of(compiler, schema), rng, 300) for _ in range(8)]
+    assert any(is_whole for _, is_whole in texts)
+    for text in (text for text, is_whole in texts if is_whole):
+        validate(exact(text), exact(json.dumps(schema)))
 
 
 def test_only_what_spells_text_may_follow(compiler):

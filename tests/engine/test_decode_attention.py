@@ -14,14 +14,13 @@ from groupax.engine.core import cache_dtype
 from groupax.models import attention as decode_attention
 from groupax.models.attention import LayerCache, Past, to_cache
 from groupax.models.config import AttentionConfig, Chunks
-from groupax.models.kernels import tpu_attention, triton_attention
+from groupax.models.kernels import triton_attention
 from groupax.models.kernels.fused_attention import select_attend_past
 from tests.conftest import TINY, one_device_mesh, rest_heavy
 
 FORMS = {
     "plain": decode_attention.attend_past,
     "triton": partial(triton_attention.attend_past, interpret=True),
-    "tpu": partial(tpu_attention.attend_past, interpret=True),
 }
 
 
@@ -174,7 +173,7 @@ def test_dtypes_that_a_cache_cannot_have_are_refused():
     ("platform", "capability", "form"),
     [
         ("cpu", "", decode_attention.attend_past),
-        ("tpu", "", tpu_attention.attend_past),
+        ("tpu", "", decode_attention.attend_past),
         ("gpu", "7.5", decode_attention.attend_past),
         ("gpu", "gfx942", decode_attention.attend_past),
         ("gpu", "8.0", triton_attention.attend_past),

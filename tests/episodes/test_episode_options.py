@@ -29,7 +29,7 @@ def trained(model, folder, **settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"lora_r": 2, "base_weights": "nf4", "eval_steps": 1},
+        {"lora_r": 2, "base_weights": "nf4", "eval_steps": 1, "prefix_cache_gb": 0.0},
         pytest.param({"max_staleness": 1, "rollout_correction": "token_truncate"}, marks=pytest.mark.long),
         {
             "filter_zero_variance": True,
@@ -43,8 +43,9 @@ def trained(model, folder, **settings):
     ids=str,
 )
 def test_episodes_are_trained_on_with(model, tmp_path, settings):
-    lines, _ = trained(model, tmp_path / "run", **settings)
+    lines, trainer = trained(model, tmp_path / "run", **settings)
     assert len(lines) == 2
+    assert (trainer.engine.prefixes.num_reused_tokens > 0) == ("prefix_cache_gb" not in settings)
     for line in lines:
         assert line["tools/call_frequency"] > 0
         assert line["episodes/turns"] > 1

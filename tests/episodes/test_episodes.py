@@ -191,6 +191,20 @@ def test_tools_of_many_episodes_run_at_the_same_time_while_others_decode():
     assert took_s < 6, took_s  # one after the other they take 48 s
 
 
+def test_the_workers_of_a_run_limit_the_calls_of_all_its_episodes():
+    running, most = [], []
+
+    async def busy() -> str:
+        """Waits a little."""
+        running.append(1)
+        most.append(len(running))
+        await asyncio.sleep(0.02)
+        return str(running.pop())
+
+    played(lambda text, sample, turn: call("busy") if turn == 0 else "so", [busy], num_prompts=4, tool_workers=3)
+    assert (len(most), max(most)) == (8, 3)
+
+
 class Guess:
     """A number to guess."""
 

@@ -13,6 +13,7 @@ import pytest
 from groupax import InfrastructureError, mcp
 from groupax.core.errors import RunError
 from groupax.core.settings.sampling import SamplingParams
+from groupax.satellites.environments import mcp_tools
 
 from .test_episodes import call, played
 
@@ -107,27 +108,43 @@ def test_tools_that_change_end_the_run(tmp_path):
 # A server without the library, which can do what the protocol does not allow
 SERVER = """
 import json, sys
-endless, schema, page = sys.argv[1] == "endless", {"type": "object"}, 0
+mode, schema, page = sys.argv[1], {"inputSchema": {"type": "object"}}, 0
 for line in sys.stdin:
     request = json.loads(line)
     server = {"name": "s", "version": "1"}
     result = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": server}
     if request["method"] == "tools/list":
         page += 1
-        tool = {"name": f"t{page}", "description": "d", "inputSchema": schema}
-        result = {"tools": [tool], "nextCursor": str(page)} if page == 1 or endless else {"tools": [tool]}
+        tool = {"name": "t" if mode == "twins" else f"t{page}", **({} if mode == "bare" else schema)}
+        result = {"tools": [tool], "nextCursor": str(page)} if page == 1 or mode == "endless" else {"tools": [tool]}
     print("no message", flush=True)
     if "id" in request:
         print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}), flush=True)
 """
 
+SCRIPTED = f"stdio:{sys.executable} -c {shlex.quote(SERVER)}"
+
 
 @pytest.mark.parametrize(("mode", "num_tools"), [("pages", 2), ("endless", 100)])
-def test_lists_of_tools_have_pages(mode, num_tools, caplog):
-    tools = mcp(f"stdio:{sys.executable} -c {shlex.quote(SERVER)} {mode}")
+def test_lists_of_tools_have_pages(mode, num_tools, caplog, monkeypatch):
+    monkeypatch.setattr(mcp_tools, "_said", set())
+    tools = mcp(f"{SCRIPTED} {mode}")
     assert sorted(tool.name for tool in tools) == sorted(f"t{page}" for page in range(1, num_tools + 1))
     assert ("100 pages" in caplog.text) == (mode == "endless")
     assert "Traceback" not in caplog.text
+    assert caplog.text.count("this is said once") == 1, "of several lines that are no messages"
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault"),
+    [
+        ("twins", "has two tools of the name 't'; rename one"),
+        ("bare", "has sent what the protocol does not allow: tools.0.inputSchema: Field required"),
+    ],
+)
+def test_tools_that_cannot_be_told_apart_or_called_are_refused(mode, fault):
+    with pytest.raises(ValueError, match=f" {mode} {fault}"):
+        mcp(f"{SCRIPTED} {mode}")
 
 
 def test_mistakes_are_found_at_the_start():

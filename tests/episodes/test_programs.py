@@ -10,7 +10,6 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import closing
-from dataclasses import replace
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -67,13 +66,10 @@ def written(text):
     return [*TOKENIZER.encode(text), END]
 
 
-def played(
-    run, answer=lambda *_: "yes", n=2, max_tokens=2000, example=None, record=None, script=None, fault=None, **settings
-):
+def played(run, answer=lambda *_: "yes", n=2, max_tokens=2000, example=None, record=None, script=None, **settings):
     """The episodes of a group, and the script that the model follows."""
     of_program = {name: settings.pop(name) for name in [*settings] if name not in EpisodeSettings.__dataclass_fields__}
     rules = make_rules(TOKENIZER, EpisodeSettings(**settings), environments=program(run, **of_program))
-    rules = replace(rules, constraint_fault=fault)
     script, params = script or Script(answer), SamplingParams(n=n, max_tokens=max_tokens)
     examples = [{"prompt": PROMPT, **(example or {})}]
     ids = [np.asarray(rendered(PROMPT), np.int32)]

@@ -129,6 +129,14 @@ def test_a_call_that_is_cut_off_never_runs(name):
             "<tool_call><function=f><parameter=a>1</parameter>\n<param=b>2</parameter></function></tool_call>",
             "is missing before '<param=b>",
         ),
+        *(
+            (
+                "qwen_xml",
+                f"<tool_call><function=f><parameter=a>\n1\n{end}<parameter=b>\n2\n</parameter></function></tool_call>",
+                "'a' is not closed",
+            )
+            for end in ("", "</parameters>\n")
+        ),
         ("qwen_xml", "<tool_call><function=f></function>1</tool_call>", "text follows the call"),
         (
             "qwen_xml",

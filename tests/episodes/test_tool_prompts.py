@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 
-from groupax.data.chat import CHAT_TEMPLATES, check_messages, render, render_all, writes_tools
+from groupax.data.chat import CHAT_TEMPLATES, Conversation, check_messages, render, render_all, writes_tools
 from groupax.data.examples import load_examples
 from groupax.data.prompts import encode_examples
 from groupax.data.tokenizer import encode_prompts
@@ -22,7 +22,8 @@ OTHER = {"type": "function", "function": {"name": "other", "parameters": {"type"
 def test_each_conversation_has_its_own_tools():
     tokenizer = byte_tokenizer()
     prompts, tools = [[user("Q")]] * 3, [[LOOKUP], [], [OTHER]]
-    texts = render_all(tokenizer, prompts, "abc", tools=tools)
+    own = [Conversation(prompt, "a", {}, each) for prompt, each in zip(prompts, tools, strict=True)]
+    texts = render_all(tokenizer, own)
     assert ["lookup" in text for text in texts] == [True, False, False]
     assert ["other" in text for text in texts] == [False, False, True]
     encoded = encode_prompts(tokenizer, prompts, tools=tools)

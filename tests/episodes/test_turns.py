@@ -18,6 +18,8 @@ from groupax.core.types import FAILURES, TRUNCATIONS, CallRecord, EpisodeEnd, Ro
 from groupax.events import TokenScores
 from groupax.models.decoder import logits
 from groupax.models.execution import DIRECT
+from groupax.objective.aggregation import Denominators
+from groupax.objective.losses import LossInputs, policy_objective
 from groupax.parallel.mesh import num_data_shards
 from groupax.rewards.lengths import cosine_length, soft_overlong
 from groupax.rewards.text import completion_text
@@ -136,51 +138,30 @@ def ragged_rows(rng):
     return rows
 
 
-def loss_and_slope(settings, w, A, logp):
-    """The policy loss of sampled tokens, and its derivative by their log-probs, for one ratio per token."""
-    if settings.loss_type == "cispo":
-        weight = np.minimum(w, settings.upper_epsilon)
-        return -weight * A * logp, -weight * A
-    if settings.loss_type == "sapo":
-        tau = np.where(A > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
-        gate = 1 / (1 + np.exp(-tau * (w - 1)))
-        return -4 / tau * gate * A, -4 * gate * (1 - gate) * w * A
-    clipped = np.clip(w, 1 - settings.epsilon, 1 + settings.upper_epsilon)
-    return -np.minimum(w * A, clipped * A), np.where(w * A <= clipped * A, -A * w, 0.0)
-
-
 @partial(jax.jit, static_argnums=0)
 def row_logps(config, params, tokens):
     return jax.nn.log_softmax(logits(config, params, tokens[None])[0])
 
 
 def reference(settings, rows, model):
-    """Loss and gradients row by row: formulas in float64 over the sampled tokens alone, without packing or padding."""
-    total, grads = 0.0, jax.tree.map(lambda x: np.zeros(x.shape), model.params)
+    """The loss and the gradients of the sampled tokens of each row by itself, without packing or padding."""
     num_rows, num_tokens = sum(row.mask.any() for row in rows), sum(row.mask.sum() for row in rows)
-    for row in rows:
-        if not row.mask.any():
-            continue
-        start = len(row.prompt) - 1
-        sampled = start + np.flatnonzero(row.mask), row.completion[row.mask]
-        tokens = jnp.asarray(np.concatenate([row.prompt, row.completion]))
-        logp, pullback = jax.vjp(
-            lambda params, t=tokens, at=sampled: row_logps(model.config, params, t)[at], model.params
-        )
-        logp = np.asarray(logp, np.float64)
-        A, old, ref = (x[row.mask].astype(np.float64) for x in (row.advantages, row.old_logp, row.ref_logp))
-        r = logp - old
-        w = np.exp(r if settings.importance_sampling_level == "token" else np.full_like(r, r.mean()))
-        loss, slope = loss_and_slope(settings, w, A, logp)
-        d = ref - logp
-        kl = np.exp(d) - d - 1
-        loss, slope = loss + settings.beta * kl * w, slope + settings.beta * w * (kl + 1 - np.exp(d))
-        by_row = {"grpo": 1 / len(r), "sapo": 1 / len(r), "luspo": 1.0, "dr_grpo": 1 / settings.max_completion_length}
-        weight = by_row[settings.loss_type] / num_rows if settings.loss_type in by_row else 1 / num_tokens
-        total += weight * loss.sum()
-        (grad,) = pullback(jnp.asarray(weight * slope, jnp.float32))
-        grads = jax.tree.map(lambda a, b: a + np.asarray(b, np.float64), grads, grad)
-    return total, grads
+    counts = Denominators(jnp.float32(num_rows), jnp.float32(num_tokens))
+
+    def loss(params):
+        total = jnp.float32(0)
+        for row in (row for row in rows if row.mask.any()):
+            tokens = jnp.asarray(np.concatenate([row.prompt, row.completion]))
+            sampled = len(row.prompt) - 1 + np.flatnonzero(row.mask), row.completion[row.mask]
+            logp = row_logps(model.config, params, tokens)[sampled][None]
+            A, rollout, old, ref = (
+                x[None, row.mask] for x in (row.advantages, row.rollout_logp, row.old_logp, row.ref_logp)
+            )
+            inputs = LossInputs(A, np.ones(logp.shape, bool), rollout, old, ref)
+            total += policy_objective(logp, jnp.zeros_like(logp), inputs, counts, settings)[0]
+        return total
+
+    return jax.value_and_grad(loss)(model.params)
 
 
 def packed_gradient(settings, rows, model, budget, share_prefix="auto"):

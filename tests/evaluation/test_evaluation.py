@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -103,10 +103,9 @@ def test_answers_are_read(read, text, answer):
 
 
 def test_accuracy_rewards_exist():
-    from groupax.recipes.countdown import countdown_correct
     from groupax.rewards import BUILTIN_REWARDS
 
-    assert {*ACCURACY_REWARDS} <= {*BUILTIN_REWARDS, countdown_correct.__name__}
+    assert {*ACCURACY_REWARDS} <= {*BUILTIN_REWARDS}
     rewards = resolve_rewards([count_a, "gsm8k_accuracy"], ["answer"])
     assert find_correctness_reward(None, rewards) == "gsm8k_accuracy"
     assert find_correctness_reward(None, rewards[:1]) is None
@@ -258,11 +257,33 @@ def test_items_survive_their_file(tmp_path):
     ]
     write_items(tmp_path / "x.jsonl", items)
     assert read_items(tmp_path / "x.jsonl") == items
-    (tmp_path / "y.jsonl").write_text('{"prompt": 1}\n')
-    with pytest.raises(ValueError, match="line 1 is not an item of an evaluation"):
-        read_items(tmp_path / "y.jsonl")
     with pytest.raises(ValueError, match="cannot be read"):
         read_items(tmp_path / "z.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ('{"prompt": 1}', "an item has columns, completions, "),
+        ("[" * 100_000, "recursion"),
+        ({"columns": []}, "columns must be a mapping of names to values"),
+        ({"completions": []}, "it has no completions"),
+        ({"completions": ["x"]}, "must be a mapping"),
+        ({"text": 1}, "text must be a text"),
+        ({"rewards": {"other": 1.0}}, "the same rewards"),
+        ({"rewards": {"r": "x"}}, "must be real number"),
+        ({"rewards": {"r": 10**400}}, "int too large"),
+        ({"reward": float("inf")}, "reward inf is not finite"),
+    ],
+)
+def test_lines_that_are_no_items_are_refused(tmp_path, change, message):
+    if isinstance(change, dict):
+        record = asdict(an_item("a", [True, False]))
+        (record["completions"][1] if change.keys() <= record["completions"][1].keys() else record).update(change)
+        change = json.dumps(record)
+    (tmp_path / "x.jsonl").write_text(f"{change}\n")
+    with pytest.raises(ValueError, match=f"line 1 is not an item of an evaluation: .*{message}"):
+        read_items(tmp_path / "x.jsonl")
 
 
 def test_sets_have_names():
@@ -347,21 +368,3 @@ def test_evaluation_of_several_sets_with_settings_of_its_own(tmp_path):
     assert [item.prompt for item in written] == [row["prompt"] for row in PROMPTS]
     assert written[0].columns == {"gold": "a"}
     assert item_values(written[0])["pass@1"] == np.mean([each.text[:1] == "a" for each in written[0].completions])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"eval_num_generations": 2}, "at eval_temperature 0 all completions of a prompt are the same"),
-        ({"eval_top_p": 0.0}, "eval_top_p must be between 1e-06 and 1, got 0.0"),
-        ({"eval_max_completion_length": 256}, "eval_max_completion_length 256 leaves no room for a prompt"),
-        ({"eval_max_completion_length": 0}, "eval_max_completion_length must be between 1 and"),
-        ({"eval_dataset": {"x": []}}, "eval_dataset 'x' is empty"),
-        ({"rewards": starts_right, "eval_dataset": [{"prompt": "a"}]}, "no column 'gold', which the reward function"),
-        ({"rewards": starts_right, "correctness_reward": "starts"}, "did you mean starts_right"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_evaluations_that_cannot_work_are_refused(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        a_trainer(tmp_path, **{"eval_dataset": PROMPTS, **settings})

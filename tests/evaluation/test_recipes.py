@@ -1,4 +1,4 @@
-"""Recipes: rows to prompts, rewards, sources that work offline, and the programs and commands that run them."""
+"""Recipes: rows to prompts, sources that work offline, and the programs and commands that run them."""
 
 import itertools
 import json
@@ -21,7 +21,6 @@ from groupax.episodes.environment import environment_rewards
 from groupax.episodes.rules import load_environments, load_tools
 from groupax.evaluation.items import read_items
 from groupax.recipes import RECIPES, load_recipe
-from groupax.recipes.countdown import countdown_correct, evaluate_expression, problems
 from groupax.recipes.recipe import fitting_length, fitting_template, max_positions_of
 from groupax.recipes.shapes.scenes import (
     CELL_PIXELS,
@@ -60,7 +59,7 @@ def write_jsonl(path, rows):
 def test_a_recipe_is_whole(name):
     recipe = load_recipe(name)
     config = GRPOConfig.from_mapping(recipe.config)
-    functions, columns = list(recipe.reward_funcs), ["answer", "nums", "target"]
+    functions, columns = list(recipe.reward_funcs), ["answer"]
     given = resolve_rewards(functions, columns) if functions else []
     rewards = [*given, *environment_rewards(load_environments(recipe.environments))]
     assert tools_from(load_tools(recipe.tools)).keys() == {name.partition(":")[2] for name in recipe.tools}
@@ -71,9 +70,8 @@ def test_a_recipe_is_whole(name):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", ["countdown", "calculator"])
-def test_generated_data_is_there_without_a_source(name):
-    recipe = load_recipe(name)
+def test_generated_data_is_there_without_a_source():
+    recipe = load_recipe("calculator")
     train, held_out = recipe.train_dataset(), recipe.eval_dataset()
     assert len(train) > 1000
     assert len(held_out) >= 250
@@ -107,7 +105,6 @@ def test_one_recipe_reads_the_mathematics_of_several_sources(tmp_path):
         ("gsm8k", {"answer": "1"}, "no text in a column question, problem or prompt; it has answer"),
         ("gsm8k", {"question": "?"}, "neither a column answer nor a column solution"),
         ("numinamath", {"problem": "?", "answer": " "}, "neither a column answer nor a column solution"),
-        ("countdown", {"nums": ["x"], "target": 3}, "needs the columns nums"),
         ("tldr_length", {"text": "?"}, "it has no prompt; it has text"),
         ("arithmetic", {"prompt": "1+1="}, "needs the columns prompt and answer"),
     ],
@@ -164,21 +161,6 @@ def test_a_source_without_held_out_rows_has_none(tmp_path):
     assert len(recipe.train_dataset(str(file))) == 3
     assert recipe.eval_dataset(str(file)) is None
     assert recipe.eval_dataset(str(tmp_path)) is None
-
-
-# -- rewards
-
-
-def test_countdown_checks_numbers_and_value():
-    texts = {"1 + 2 * 3 = 7": 1, "1+2*3": 1, "(1+2)*3": 0, "7": 0, "3*2": 0, "1+2+3+1": 0, "2**3-1": 0, "1/0+2+3": 0}
-    texts |= {"__import__('os')": 0, "1+2*3=8": 0}
-    completions = [f"<think>.</think><answer>{text}</answer>" for text in texts] + ["1+2*3"]
-    found = countdown_correct(completions, [[1, 2, 3]] * len(completions), [7] * len(completions))
-    assert found == [*texts.values(), 0]
-    assert countdown_correct(["<answer>8/(3-8/3)</answer>"], [[8, 3, 8, 3]], [24]) == [1.0]
-    assert evaluate_expression("(" * 150 + "1" + ")" * 150) is None
-    assert evaluate_expression("True+1") is None
-    assert problems(3, seed=0) == problems(5, seed=0)[:3]
 
 
 # -- fitted to a model
@@ -272,24 +254,6 @@ def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
     assert json.loads((tmp_path / "b" / "result.json").read_text())["correctness_reward"] == "gsm8k_accuracy"
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["eval", "--recipe", "gsm8k", "--n", "2"], "at --temperature 0 all completions of a prompt are the same"),
-        (["eval", "--dataset", "x.jsonl"], "--model is missing"),
-        (["eval", "--model", "m", "--reward_funcs", "xml_count"], "--dataset is missing"),
-        (["eval", "--recipe", "gsm8k", "--dataset", "a=x.jsonl", "a=y.jsonl"], "two evaluation sets have the name 'a'"),
-        (["eval", "--config", "x.yaml"], "there is no --config here: give what it has of --model, --dataset"),
-        (["compare", "nowhere", "nothing"], "nowhere is missing"),
-    ],
-)
-def test_mistakes_are_reported_in_one_line(argv, message, capsys):
-    assert main(argv) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert "Traceback" not in err
-
-
 def test_evaluation_sets_and_odd_values_in_a_file(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text("recipe: gsm8k\neval_dataset: {a: x.jsonl, b: y.jsonl}\nreward_funcs:\n")
@@ -315,7 +279,6 @@ DOCUMENTED = (
 
 @pytest.mark.drawn(3, "recipes")
 @pytest.mark.heavy
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "rows", "more", "weights", "named"),
     [
@@ -344,6 +307,11 @@ def test_programs_with_the_flags_of_documents(base_model, tmp_path, monkeypatch,
     assert (tmp_path / "run" / "tracked.jsonl").exists()
     [line] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {*named, "pass@4"} <= set(line)
+
+
+def test_a_flag_of_documents_has_no_other_forms(capsys):
+    assert gsm8k_grpo.main(["--use_wandb=false"]) != 0
+    assert "there is no flag --use_wandb" in capsys.readouterr().err
 
 
 SHAPES = (

@@ -1,18 +1,14 @@
 """Commands for models on disk, and the hub."""
 
-import base64
-import hashlib
+import importlib
+import inspect
 import json
-import os
-import re
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
+from huggingface_hub import errors
+from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
 from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
 from groupax.cli.main import main
@@ -98,201 +94,91 @@ def test_a_model_without_a_tokenizer_is_written_without_one(tmp_path, capsys):
 # -- the hub
 
 
-class Hub(BaseHTTPRequestHandler):
-    """A server with the subset of the hub's HTTP API that an upload needs.
+SIGNATURES = {
+    call: inspect.signature(getattr(huggingface_hub.HfApi, call)) for call in ("create_repo", "upload_folder")
+}
 
-    Files are in `repos` only after their commit.
+
+class Hub:
+    """What the hub has: the files of repositories, and whether these are private; `status` is that of refused calls.
+
+    Its methods are called as those of the hub's own client.
     """
 
-    protocol_version = "HTTP/1.1"
+    def __init__(self):
+        self.repos, self.private, self.status = {}, {}, None
 
-    def log_message(self, *_):
-        pass
+    def answer(self, call, *given, **named):
+        SIGNATURES[call].bind(None, *given, **named)
+        if self.status is not None:
+            http = importlib.import_module(errors.HTTPError.__module__.partition(".")[0])  # of the client's version
+            response = http.Response(self.status, request=http.Request("POST", "http://hub"))
+            raise errors.HfHubHTTPError("no", response=response, server_message="the hub is on fire")
 
-    def body(self):
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+    def create_repo(self, repo_id, *, private, exist_ok):
+        self.answer("create_repo", repo_id, private=private, exist_ok=exist_ok)
+        validate_repo_id(repo_id)
+        self.private.setdefault(repo_id, private)
+        return huggingface_hub.RepoUrl(f"http://hub/{repo_id}", endpoint="http://hub")
 
-    def answer(self, status, content, **headers):
-        payload = json.dumps(content).encode()
-        self.send_response(status)
-        for name, value in {"Content-Type": "application/json", "Content-Length": len(payload), **headers}.items():
-            self.send_header(name.replace("_", "-"), str(value))
-        self.end_headers()
-        self.wfile.write(payload)
-
-    def allowed(self):
-        if self.headers.get("Authorization") == "Bearer right":
-            return True
-        self.body()
-        self.answer(401, {"error": "Invalid credentials in Authorization header"})
-        return False
-
-    def do_GET(self):
-        if not self.allowed():
-            return
-        name = "/".join(self.path.split("/")[3:5]).partition("?")[0]
-        if self.path == "/api/whoami-v2":
-            self.answer(200, {"name": "me", "auth": {"accessToken": {"role": "write", "displayName": "a token"}}})
-        elif self.path.startswith("/api/models/") and name not in self.server.private:
-            self.answer(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
-        else:
-            self.answer(200, {"sha": "0" * 40, "siblings": [], "id": name})
-
-    def do_POST(self):
-        if not self.allowed():
-            return
-        hub, body = self.server, self.body()
-        hub.requests.append(self.path)
-        if self.path == "/api/repos/create":
-            asked = json.loads(body)
-            name = f"{asked.get('organization') or 'me'}/{asked['name']}"
-            if name.startswith("other/"):
-                self.answer(403, {"error": "You don't have the rights"})
-                return
-            exists = name in hub.private
-            # clients before 2.0 say "private"
-            hub.private.setdefault(name, asked.get("private") or asked.get("visibility") == "private")
-            url = f"http://127.0.0.1:{hub.server_port}/{name}"
-            self.answer(409 if exists else 200, {"url": url, "id": name, "name": name})
-        elif self.path == "/api/validate-yaml":
-            self.answer(200, {"errors": [], "warnings": []})
-        elif "/preupload/" in self.path:
-            files = json.loads(body)["files"]
-            modes = [{"path": f["path"], "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular",
-                      "shouldIgnore": False, "oid": None} for f in files]  # fmt: skip
-            self.answer(200, {"files": modes})
-        elif self.path.endswith("/info/lfs/objects/batch"):
-            self.answer(
-                200, {"transfer": "basic", "objects": [self.lfs_object(o) for o in json.loads(body)["objects"]]}
-            )
-        elif "/commit/" in self.path:
-            if hub.refuse_commits:
-                self.answer(500, {"error": "the hub is on fire"})
-                return
-            files = {}
-            for line in map(json.loads, body.splitlines()):
-                value = line["value"]
-                if line["key"] == "file":
-                    files[value["path"]] = base64.b64decode(value["content"])
-                elif line["key"] == "lfsFile":
-                    files[value["path"]] = hub.blobs[value["oid"]]
-            name = "/".join(self.path.split("/")[3:5])
-            hub.repos.setdefault(name, {}).update(files)
-            commit = {
-                "commitUrl": f"http://127.0.0.1:{hub.server_port}/{name}/commit/1",
-                "commitOid": "1" * 40,
-                "success": True,
-            }
-            self.answer(200, commit)
-        else:
-            self.answer(404, {"error": self.path})
-
-    def lfs_object(self, asked):
-        known = {"oid": asked["oid"], "size": asked["size"]}
-        if asked["oid"] in self.server.blobs:
-            return known
-        href = f"http://127.0.0.1:{self.server.server_port}/blobs/{asked['oid']}"
-        return {**known, "authenticated": True, "actions": {"upload": {"href": href, "header": {}}}}
-
-    def do_PUT(self):
-        hub = self.server
-        body = self.body()
-        assert hashlib.sha256(body).hexdigest() == self.path.rpartition("/")[2]
-        hub.blobs[self.path.rpartition("/")[2]] = body
-        hub.num_puts += 1
-        self.answer(200, {})
+    def upload_folder(self, *, repo_id, folder_path, commit_message, ignore_patterns):
+        given = {"folder_path": folder_path, "commit_message": commit_message, "ignore_patterns": ignore_patterns}
+        self.answer("upload_folder", repo_id=repo_id, **given)
+        names = filter_repo_objects((path.name for path in folder_path.iterdir()), ignore_patterns=ignore_patterns)
+        self.repos[repo_id] = {name: (folder_path / name).read_bytes() for name in names}
 
 
 @pytest.fixture
-def hub():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.repos, server.private, server.blobs, server.requests = {}, {}, {}, []
-    server.num_puts = 0
-    server.refuse_commits = False
-    server.handle_error = lambda *_: None
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def push(hub, *arguments, token="right"):
-    own = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HOME": "/nonexistent",
-        "HF_TOKEN": token,
-    }
-    argv = [sys.executable, "-m", "groupax", "push", *map(str, arguments)]
-    return subprocess.run(
-        argv, env=os.environ | own, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]
+def hub(monkeypatch):
+    hub = Hub()
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "create_repo", lambda _, *args, **kwargs: hub.create_repo(*args, **kwargs)
     )
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda _, **kwargs: hub.upload_folder(**kwargs))
+    monkeypatch.setenv("HF_TOKEN", "right")
+    return hub
 
 
 def uploaded(folder):
-    """Uploads every file of a model's folder except the manifest."""
+    """Returns every file of a model's folder except the manifest, and what a write that broke off left."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST}
 
 
-@pytest.mark.heavy
-def test_push_uploads_every_file_privately(folders, hub):
+def test_push_uploads_every_file_privately(folders, hub, capsys):
     folder, _ = folders
-    done = push(hub, folder / "adapter", "me/adapter")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"adapter is at http://127\.0\.0\.1:\d+/me/adapter", done.stdout)
+    assert main(["push", str(folder / "adapter"), "me/adapter"]) == 0
+    assert "adapter is at http://hub/me/adapter" in capsys.readouterr().out
     assert hub.private == {"me/adapter": True}
     assert hub.repos["me/adapter"] == uploaded(folder / "adapter")
-    assert push(hub, folder / "base", "me/base", "--public").returncode == 0
+    assert main(["push", str(folder / "base"), "me/base", "--public"]) == 0
     assert not hub.private["me/base"]
-    assert set(hub.repos["me/base"]) == set(uploaded(folder / "base"))
-
-
-@pytest.mark.heavy
-def test_a_wrong_token_and_none(folders, hub):
-    folder, _ = folders
-    for token, message in (("wrong", "refuses the upload to me/adapter (status 401"), ("", "there is no token")):
-        failed = push(hub, folder / "adapter", "me/adapter", token=token)
-        assert failed.returncode == 2
-        assert message in failed.stderr
-        assert "Traceback" not in failed.stderr
-    failed = push(hub, folder / "adapter", "other/adapter")
-    assert failed.returncode == 2
-    assert "refuses the upload to other/adapter (status 403" in failed.stderr
-    failed = push(hub, folder / "adapter", "me/mo del")
-    assert "is not a valid repository name" in failed.stderr
-    assert not hub.repos
-
-
-@pytest.mark.heavy
-def test_an_upload_that_broke_off_goes_on(folders, hub):
-    folder, _ = folders
-    before = {path.name: path.read_bytes() for path in (folder / "base").iterdir()}
-    hub.refuse_commits = True
-    failed = push(hub, folder / "base", "me/base")
-    assert failed.returncode == 1
-    assert "the hub is on fire" in failed.stderr
-    assert "the same command resumes" in failed.stderr
-    assert "Traceback" not in failed.stderr
-    assert {path.name: path.read_bytes() for path in (folder / "base").iterdir()} == before
-    assert hub.num_puts == 1
-    hub.refuse_commits = False
-    assert push(hub, folder / "base", "me/base").returncode == 0
-    assert hub.num_puts == 1, "what had arrived is not sent again"
     assert hub.repos["me/base"] == uploaded(folder / "base")
 
 
-@pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # of the hub's own client
-def test_the_trainer_pushes_its_model(tmp_path, hub, monkeypatch):
-    """Runs in this process, in which conftest has set the hub offline."""
-    import huggingface_hub
+@pytest.mark.parametrize(
+    ("name", "token", "status", "message"),
+    [
+        ("me/model", "wrong", 401, "refuses the upload to me/model (status 401: the hub is on fire)"),
+        ("other/model", "right", 403, "refuses the upload to other/model (status 403"),
+        ("me/model", "", None, "there is no token"),
+        ("me/mo del", "right", None, "is not a valid repository name"),
+        (
+            "me/model",
+            "right",
+            500,
+            "interrupted (the hub is on fire). Nothing is lost: the folder is unchanged, and the",
+        ),
+    ],
+)
+def test_a_failed_upload_says_what_to_do(folders, hub, monkeypatch, capsys, name, token, status, message):
+    monkeypatch.setenv("HF_TOKEN", token)
+    hub.status = status
+    assert main(["push", str(folders[0] / "adapter"), name]) == (1 if status == 500 else 2)
+    assert message in capsys.readouterr().err
+    assert not hub.repos
 
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
-    monkeypatch.setenv("HF_TOKEN", "right")
+
+def test_the_trainer_pushes_its_model(tmp_path, hub):
     trainer = a_trainer(tmp_path, lora_r=2, max_steps=1)
     assert trainer.push_to_hub("me/trained").endswith("/me/trained")
     assert set(hub.repos["me/trained"]) >= {"adapter_config.json", "adapter_model.safetensors", "README.md"}

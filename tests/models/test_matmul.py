@@ -15,8 +15,7 @@ from groupax.models.config import ClampedSwiglu
 from groupax.models.decoder import _norm_heads
 from groupax.models.experts import loop_over_experts, ragged_experts
 from groupax.models.families import read_config
-from groupax.models.kernels.grouped_matmul import grouped_matmul
-from groupax.models.kernels.nf4_matmul import MAX_ROWS, can_multiply, nf4_matmul_nt
+from groupax.models.kernels.triton_matmul import MAX_ROWS, can_multiply, grouped_matmul, nf4_matmul_nt
 from groupax.models.layers import NORMS
 from groupax.models.matmul import cpu_multiplies_bfloat16, matmul, matmul_nt
 from groupax.models.weights.nf4 import dequantize_nf4, quantize_nf4

@@ -226,6 +226,7 @@ BAD = {
     "weights: integers": (tensors(lambda t: t | {EMBED: t[EMBED].astype(np.int32)}), "has dtype I32"),
     "weights: one NaN": (tensors(one_bad), "has 1 numbers of 2,048 that are infinite or NaN"),
     "weights: one unknown": (tensors(lambda t: t | {"x\x1b[2J": np.zeros(1, np.float32)}), r"'x\\x1b\[2J'"),
+    "weights: a loop of links": (linked("model.safetensors", "model.safetensors"), "has no safetensors weights"),
     "weights: a link out": (linked("model.safetensors"), "is a link out of the model's folder"),
     # the index of several files
     "index: ..": (

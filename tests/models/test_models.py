@@ -222,10 +222,13 @@ def test_a_run_folder_is_no_model_folder_and_the_message_names_its_model(tmp_pat
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "rope type 'axial' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' of config.json lacks factor"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mrope_section": [1]}}, "mrope_section=.* not apply"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "sections": [1]}}, "sections=.* not apply"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}, "needs 4 factors"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .* not supported for llama"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types has \['sliding_attention'\]; supported for llama are full",
+        ),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "kinds of 1 layers, but num_hidden_layers is 2"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
@@ -244,8 +247,8 @@ def test_unsupported_features_of_a_family_are_refused_by_name(change, message):
 
 
 def test_unknown_config_keys_cause_a_warning():
-    with pytest.warns(UserWarning, match="residual_multiplier"):
-        read_config({**TINY, "residual_multiplier": 2.0})
+    with pytest.warns(UserWarning, match="value_residual_scale"):
+        read_config({**TINY, "value_residual_scale": 2.0})
 
 
 @pytest.fixture

@@ -138,7 +138,7 @@ def test_a_run_trains_on_what_its_engine_sampled(family, tmp_path):
     ("change", "message"),
     [
         ({"layer_types": ["linear_attention"] * 3}, "none of the 3 layers has attention"),
-        ({"layer_types": ["linear_attention", "conv", "full_attention"]}, r"layer_types has \['conv'\]; supported are"),
+        ({"layer_types": ["linear_attention", "conv", "full_attention"]}, r"layer_types has \['conv'\]; supported for"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "lists 2 layers, but num_hidden_layers is 3"),
         ({"linear_num_value_heads": 3}, "must be a multiple of its key heads, got 3 and 2"),
         ({"attn_output_gate": False}, "attn_output_gate=False; groupax supports only True"),

@@ -13,31 +13,6 @@ LIBTPU = Path(__file__).parents[2] / "build" / "libtpu"
 # A layer of Qwen2.5-0.5B and its vocabulary: widths decide what compiles, layers only how long that takes.
 ONE_LAYER = {**TINY, "model_type": "qwen2", "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864}
 ONE_LAYER |= {"num_hidden_layers": 1, "num_attention_heads": 14, "max_position_embeddings": 32_768}
-# A program that decodes, and what its attention kernel needs: its calls, and copies of a layer's keys or values.
-DECODE = """
-import json, math, sys
-from pathlib import Path
-from groupax.satellites.planning.devices import find_target, prepare
-prepare(sys.argv[3], Path(sys.argv[2]))
-from groupax import GRPOConfig
-from groupax.models.families import read_config
-from groupax.parallel.mesh import make_mesh
-from groupax.satellites.planning.run import trace_run
-sys.path.insert(0, "benchmarks")
-from hlo import parse_hlo
-config = read_config(json.loads(Path(sys.argv[1]).read_text()) | json.loads(sys.argv[4]))
-target = find_target(sys.argv[3])
-args = GRPOConfig(prompts_per_step=32, max_completion_length=1024, max_prompt_length=512)
-run = trace_run(config, make_mesh(devices=target.devices), args, None, target.chip.memory_bytes)
-[program] = [program for program in run.programs if program.name == "decode_chunk"]
-instructions = parse_hlo(program.traced.lower().compile().as_text()).instructions().values()
-size = run.cache.num_slots * run.cache.num_columns * config.num_kv_heads * config.head_dim
-copies = [each for each in instructions if each.opcode.startswith("copy") or each.opcode == "transpose"]
-print(json.dumps({
-    "kernels": sum(each.target == "tpu_custom_call" for each in instructions),
-    "copies": [each.name for each in copies for x in each.arrays if x.dtype == "bf16" and math.prod(x.shape) == size],
-}))
-"""
 
 pytestmark = [
     pytest.mark.parity,
@@ -80,22 +55,3 @@ def test_a_runs_programs_compile_for_a_tpu(model, tmp_path):
     for program in programs.values():
         assert program["total"] < 15.75 * 2**30
         assert max(program["seconds"].values()) > 0
-
-
-@pytest.mark.parametrize(
-    ("devices", "heads"),
-    [
-        ("v5e-1", {"hidden_size": 1024, "num_attention_heads": 8}),
-        pytest.param(
-            "v5e-1",
-            {"sliding_window": 256, "use_sliding_window": True, "max_window_layers": 0},
-            marks=pytest.mark.long,
-        ),
-        pytest.param("v4-8", {}, marks=pytest.mark.long),
-    ],
-)
-def test_decoding_attends_with_a_kernel_that_updates_the_cache_in_place(model, devices, heads):
-    command = [sys.executable, "-c", DECODE, model, str(LIBTPU), devices, json.dumps(heads)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"kernels": 1, "copies": []}

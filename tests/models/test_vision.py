@@ -30,7 +30,7 @@ CASES = [
     ("idefics3", {"head_dim": 16}, {"num_channels": 1, "layer_norm_eps": 1e-2}, {"tie_word_embeddings": True}, None),
     ("idefics3", {"num_hidden_layers": 1, "mlp_bias": True}, {"patch_size": 7, "image_size": 44}, {}, 14),
     ("gemma3", {"sliding_window": 3}, {}, {}, None),
-    ("gemma3", {"sliding_window": 64}, {"vision_use_head": True}, {"tie_word_embeddings": False}, None),
+    ("gemma3", {"sliding_window": 64}, {}, {"tie_word_embeddings": False}, None),
     (
         "gemma3",
         {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
@@ -135,6 +135,7 @@ def test_images_that_do_not_fit_a_model_are_refused():
     ("family", "vision", "whole", "message"),
     [
         ("gemma3", {}, {"mm_tokens_per_image": 5}, "mm_tokens_per_image=5; groupax supports squares"),
+        ("gemma3", {"vision_use_head": None}, {}, "vision_use_head=true, as it does without this key"),
         ("gemma3", {"hidden_act": "relu"}, {}, "hidden_act='relu'; supported are gelu, gelu_pytorch_tanh"),
         ("smolvlm", {"model_type": "clip"}, {}, "model_type='clip'; supported in a smolvlm model are"),
         ("smolvlm", {"num_attention_heads": 5}, {}, "hidden_size=24, which 5 heads do not divide"),

@@ -401,17 +401,3 @@ def test_expected_kl_gradient_over_a_small_policy(estimator, corrected, off_poli
 
     error = float(jnp.abs(jax.grad(expected_loss)(theta) - jax.grad(true_kl)(theta)).max())
     assert (error < 1e-5) == exact
-
-
-def test_k1_as_a_loss_teaches_nothing():
-    """Why `kl_estimator` has no k1: the expectation of -d has no gradient, wherever the policy stands."""
-    rng = np.random.default_rng(0)
-    theta = jnp.asarray(rng.normal(size=5), jnp.float32)
-    ref = jax.nn.log_softmax(jnp.asarray(rng.normal(size=5), jnp.float32))
-
-    def expected_k1(theta):
-        logp = jax.nn.log_softmax(theta)
-        return jnp.sum(jax.lax.stop_gradient(jnp.exp(logp)) * (logp - ref))
-
-    assert jnp.abs(expected_k1(theta)) > 0.1
-    np.testing.assert_allclose(jax.grad(expected_k1)(theta), np.zeros(5), atol=1e-6)

@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from groupax import GRPOConfig, SFTConfig, init_model, load_model, save_model
+from groupax import GRPOConfig, SamplingParams, SFTConfig, init_model, load_model, save_model
 from groupax.cli.main import COMMANDS, main
+from groupax.objective.losses import LOSSES
+from groupax.rewards import BUILTIN_REWARDS
 from tests.conftest import SHARED, TINY, rest_heavy
 from tests.data.chat_tokenizers import chat_tokenizer
 from tests.data.test_config_and_data import a_tokenizer
@@ -165,6 +167,18 @@ def test_links_between_pages_lead_somewhere():
     named = [(page, page.parent / path if path else page, anchor) for page, path, anchor in links if anchor]
     assert len(named) > 20
     assert [f"{page.name}: {to.name}#{anchor}" for page, to, anchor in named if anchor not in anchors(to)] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("rewards.md", BUILTIN_REWARDS),
+        ("algorithm.md", LOSSES),
+        ("engine.md", [field.name for field in fields(SamplingParams)]),
+    ],
+)
+def test_pages_name_all_that_there_is(page, names):
+    assert {*names} - {*re.findall(r"\w+", (DOCS / page).read_text())} == set()
 
 
 TAKE_SETTINGS = ("train", "sft", "plan", "resume")

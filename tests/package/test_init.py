@@ -73,10 +73,3 @@ def test_values_of_flags_cannot_end_their_line(tmp_path):
     read = yaml.safe_load(text)
     assert (read["model"], read["dataset"], read["reward_funcs"]) == ("a\nbeta: 9 # \u2028", "x: {", ["a]", "#"])
     assert read["beta"] == 0.0
-
-
-def test_init_refuses_an_unknown_flag(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["init", "run.yaml", "--modle", "x"]) == 2
-    assert capsys.readouterr().err.startswith("groupax init: there is no flag --modle; did you mean --model?")
-    assert not (tmp_path / "run.yaml").exists()

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -67,7 +68,6 @@ WITHOUT_JAX = [
     "groupax.satellites.environments.openenv",
     "groupax.satellites.environments.program",
     "groupax.satellites.environments.python_tool",
-    "groupax.satellites.environments.verifiers_v0",
     "groupax.data.files",
     "groupax.core.settings.fields",
     "groupax.rewards.runner",
@@ -260,7 +260,7 @@ def test_public_names_exist():
 def test_flags_come_after_the_file_and_the_file_after_the_recipe(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("recipe: arithmetic\nlearning_rate: 0.5\nbeta: 0.1\nreward_weights: [1, 2]\n")
-    (earlier := tmp_path / "earlier.yaml").write_text("recipe: countdown\nlearning_rate: 0.1\n")
+    (earlier := tmp_path / "earlier.yaml").write_text("recipe: numinamath\nlearning_rate: 0.1\n")
     defaults = train_defaults(["--config", str(earlier), "--config", str(file)])
     assert defaults.recipe == "arithmetic"
     assert defaults.args.learning_rate == 0.5
@@ -278,6 +278,12 @@ def test_flags_come_after_the_file_and_the_file_after_the_recipe(tmp_path):
         (["train", "--recipe", "arithmetik"], "did you mean arithmetic"),
         (["train", "--recipe", "arithmetic", "--num_generations", "1"], "at least 2 completions"),
         (["train", "--model", "nowhere", "--dataset", "x.jsonl", "--reward_funcs", "f"], "no file x.jsonl"),
+        (["eval", "--recipe", "gsm8k", "--n", "2"], "at --temperature 0 all completions of a prompt are the same"),
+        (["eval", "--dataset", "x.jsonl"], "--model is missing"),
+        (["eval", "--model", "m", "--reward_funcs", "xml_count"], "--dataset is missing"),
+        (["eval", "--recipe", "gsm8k", "--dataset", "a=x.jsonl", "a=y.jsonl"], "two evaluation sets have the name 'a'"),
+        (["eval", "--config", "x.yaml"], "there is no --config here: give what it has of --model, --dataset"),
+        (["compare", "nowhere", "nothing"], "nowhere is missing"),
     ],
 )
 def test_mistakes_are_told_in_one_line(argv, message, capsys):
@@ -314,6 +320,13 @@ def test_a_missing_package_is_told_in_one_line_before_the_model_is_looked_for(
 def test_the_extras_are_those_of_the_package():
     names = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert names.keys() - {"cuda", "tpu", "test", "docs", "lint", "parity"} == EXTRAS.keys()
+    assert {name: len(names[name]) for name in EXTRAS} == {name: len(modules) for name, modules in EXTRAS.items()}
+
+
+def test_a_reader_that_ends_early_leaves_no_traceback():
+    command = f"{sys.executable} -m groupax train --help all | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 @pytest.mark.parametrize(
@@ -444,7 +457,6 @@ def test_unknown_keys_of_a_file_name_the_nearest(tmp_path, capsys):
 
 
 @pytest.mark.optimized
-@pytest.mark.slow
 @pytest.mark.heavy
 def test_the_arithmetic_recipe_runs_and_reports(tmp_path, capsys):
     argv = ["train", "--recipe", "arithmetic", "--output_dir", str(tmp_path / "run"), "--max_steps", "2"]

@@ -1,8 +1,8 @@
 """A run as one or several processes: python processes_run.py FOLDER NUM_DEVICES SETTINGS_AS_JSON [FAULT [PROCESS]].
 
 The model lies in FOLDER/../model, GROUPAX_... variables say which process it is. The first one leaves what it ends with
-in FOLDER/final.npz. FAULT has a process, by default the second one, raise after step 2, or end by a signal when it is
-asked for a reward of step 3.
+in FOLDER/final.npz. FAULT is the signal by which a process, by default the second one, ends when it is asked for a
+reward of step 3.
 """
 
 import json
@@ -37,25 +37,12 @@ def letters(prompts, completion_ids, log_extra, log_metric, trainer_state):
     """No signal for some of the prompts."""
     from groupax.parallel import processes
 
-    if FAULT and FAULT != "raise" and processes.process_index() == int(FAULTY) and trainer_state.step >= 2 and not SENT:
+    if FAULT and processes.process_index() == int(FAULTY) and trainer_state.step >= 2 and not SENT:
         SENT.append(FAULT)  # a second signal would end the process at once
         os.kill(os.getpid(), getattr(signal, FAULT))
     log_extra("scored_by", [processes.process_index()] * len(prompts))
     log_metric("letters", float(sum(len(ids) for ids in completion_ids)))
     return [0.0 if p[0] in "ab" else ids.count(3) / len(ids) for p, ids in zip(prompts, completion_ids, strict=True)]
-
-
-def raising(event):
-    from groupax.events import StepEnded
-    from groupax.parallel import processes
-
-    if (
-        FAULT == "raise"
-        and processes.process_index() == int(FAULTY)
-        and isinstance(event, StepEnded)
-        and event.step == 2
-    ):
-        raise KeyError("the disk of this host")
 
 
 def main(folder, num_devices, settings):
@@ -66,7 +53,7 @@ def main(folder, num_devices, settings):
     jax.config.update("jax_num_cpu_devices", num_devices)
     prompts = [{"prompt": text} for text in ("abc", "bcd", "ca", "dabc", "ef", "fed", "ge", "hi")]
     args = GRPOConfig(**{**SETTINGS, "output_dir": str(folder / "run"), **settings})
-    trainer = GRPOTrainer(str(folder.parent / "model"), letters, args, prompts, prompts[:3], listeners=[raising])
+    trainer = GRPOTrainer(str(folder.parent / "model"), letters, args, prompts, prompts[:3])
     trainer.train()
     state = to_host_on_primary({"state": trainer.learner.state, "reference": trainer.learner.reference})
     if processes.is_primary():

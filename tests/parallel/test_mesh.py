@@ -1,6 +1,7 @@
 """Models split over a mesh and layers as a loop: the same numbers as on one device and one by one."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -9,12 +10,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow.parquet
 import pytest
 from safetensors.numpy import load_file
 
-from groupax import GRPOConfig, init_model, save_model
+from groupax import GRPOConfig, init_model, load_model, save_model
 from groupax.cli.main import main
 from groupax.core.types import Row
+from groupax.data.tokenizer import load_tokenizer
 from groupax.models.decoder import PassOptions, forward
 from groupax.models.execution import DIRECT, execution_for
 from groupax.models.families import read_config
@@ -37,6 +40,7 @@ COMMAND = (
     "--prompts_per_step 2 --num_generations 4 --max_completion_length 8 --eval_steps 1 --save_steps 1 --optimizer sgd "
     "--learning_rate 1.0 --lr_scheduler_type constant --progress_bar none"
 )
+ROOT = Path(__file__).parents[2]
 REWARD = "def letters(completions, **_):\n    return [text.count('a') for text in completions]\n"
 
 
@@ -166,21 +170,48 @@ def test_a_run_saved_on_one_mesh_goes_on_on_another(lora, tmp_path, monkeypatch)
 
 
 MESHES = ["8,1,1,1,1", "1,8,1,1,1", "2,2,1,2,1", "1,2,1,2,2", "1,1,1,4,2"]
+SPARSE = {"model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 2, **EXPERTS}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "meshes"), [("model", MESHES), ("adapter", MESHES), ("mixture", ["1,2,4,1,1"])], ids=lambda x: x[:7]
+    ("change", "flags", "meshes"),
+    [
+        ({}, "", MESHES),
+        ({}, " --lora_r 4 --lora_alpha 8", MESHES),
+        (SPARSE, " --share_prefix never", ["1,2,4,1,1"]),
+    ],
+    ids=["model", "adapter", "mixture"],
 )
-def test_runs_on_eight_devices_end_as_on_one(kind, meshes, stories):
-    assert stories.is_dir()
-    command = [sys.executable, "-W", "ignore", "-m", "tests.parallel.mesh_run", kind, "sgd", *meshes]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[2])
-    told = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert [line["mesh"] for line in told] == meshes
-    for line in told:
-        assert line["same"], line
-        assert line["difference"] < 1e-5, line
+def test_runs_on_eight_devices_end_as_on_one(change, flags, meshes, stories, tmp_path):
+    model = load_model(stories, mesh=one_device_mesh())
+    if change:
+        model = init_model({**model.hf_config, **change}, mesh=model.mesh)
+        model = replace(model, params=jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, model.params))
+    save_model(model, tmp_path / "model", load_tokenizer(stories))
+    lines = (json.dumps({"prompt": text}) for text in ("Once upon a time", "One day, a dog", "A big red ball", "Mom"))
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    (tmp_path / "letters_reward.py").write_text(REWARD)
+    command = COMMAND.replace("prompts_per_step 2", "prompts_per_step 4").replace(
+        "max_completion_length 8", "max_completion_length 16"
+    )
+    found = {}
+    for mesh in ("1,1,1,1,1", *meshes):
+        environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1" if not found else "8", "PYTHONPATH": str(ROOT)}
+        argv = [
+            sys.executable,
+            "-m",
+            "groupax",
+            *f"{command}{flags} --max_steps 3 --mesh {mesh} --output_dir {mesh}".split(),
+        ]
+        subprocess.run(argv, check=True, cwd=tmp_path, env=environment)
+        [weights] = (tmp_path / mesh / "model").glob("*.safetensors")
+        files = sorted((tmp_path / mesh / "rollouts").iterdir())
+        found[mesh] = load_file(weights), [pyarrow.parquet.read_table(file)["completion"].to_pylist() for file in files]
+    one, completions = found.pop("1,1,1,1,1")
+    for weights, on_many in found.values():
+        assert on_many == completions
+        assert_trees_match(weights, one, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from groupax.models.families import read_config
 from groupax.models.logprobs import token_logprobs
 from groupax.models.specs import model_specs
 from groupax.parallel import accelerators
-from groupax.parallel.accelerators import GPU_FLAGS, set_gpu_flags
+from groupax.parallel.accelerators import GPU_FLAGS, has_cuda_plugin, set_gpu_flags
 from groupax.parallel.mesh import AXES
 from tests.conftest import TINY
 
@@ -126,6 +126,16 @@ def test_files_of_flags_and_unknown_versions_are_left_alone(monkeypatch, flags, 
     monkeypatch.setenv("XLA_FLAGS", flags)
     set_gpu_flags()
     assert os.environ["XLA_FLAGS"] == flags
+
+
+def test_a_platform_without_devices_is_an_error_that_says_what_to_install():
+    if has_cuda_plugin():
+        pytest.skip("jax's CUDA plugin is installed")
+    code = "from groupax.parallel.runtime import configure_jax; configure_jax()"
+    command, environment = [sys.executable, "-c", code], {**os.environ, "JAX_PLATFORMS": "cuda"}
+    err = subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stderr
+    assert "RunError: JAX_PLATFORMS is 'cuda' (unset it to use the devices that there are), and jax cannot start" in err
+    assert err.rstrip().endswith("; for cuda: pip install 'groupax[cuda]'")
 
 
 def test_the_installed_jaxlib_knows_the_flags(monkeypatch):

@@ -281,7 +281,8 @@ def one_process(place):
     return place / "one"
 
 
-@pytest.mark.long
+@pytest.mark.drawn(1)
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("number", "devices", "settings"),
     [
@@ -300,7 +301,9 @@ def test_several_processes_are_one_run(tmp_path, place, one_process, number, dev
     statuses, errors = run(folder, number, devices, settings)
     assert statuses == [0] * number, errors
     assert len(assert_same_run(one_process, folder)) == number
-    assert {path.name for path in (folder / "run").glob("*.jsonl")} == {"diagnostics.jsonl", "metrics.jsonl"}
+    assert {path.name for path in (folder / "run").glob("*.jsonl")} == {
+        f"{name}.jsonl" for name in ("diagnostics", "metrics", "record")
+    }
 
 
 @pytest.mark.drawn(4, "episodes")

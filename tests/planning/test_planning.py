@@ -27,7 +27,7 @@ from groupax.core.terminal.activities import Activities
 from groupax.core.types import Row
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
-from groupax.models.kernels.grouped_matmul import grouped_matmul
+from groupax.models.kernels.triton_matmul import grouped_matmul
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import model_specs
 from groupax.models.weights.nf4 import quantization_config
@@ -548,7 +548,7 @@ LENGTHS = ["--max_completion_length", "16", "--prompts_per_step", "2", "--num_ge
 def test_a_plan_is_told_as_tables_and_as_numbers(config_file, tmp_path):
     out = tmp_path / "plan.json"
     command = [sys.executable, "-m", "groupax", "plan", "--model", str(config_file), "--devices", "cpu:2", *LENGTHS]
-    done = subprocess.run([*command, "--json", str(out)], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "--all_layers", "--json", str(out)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "cpu:2: 2 devices, dp 2\n4 completions of 16 tokens in each rollout, 1 update on them" in done.stdout
     [record] = json.loads(out.read_text())

@@ -96,10 +96,10 @@ def test_a_reward_that_was_flipped_once(tmp_path):
     shares = bisection.shares  # of the rows as they were, not with today's reward
     assert max(zip(shares.influence.shares, shares.completions, strict=True))[1] == 1
     shutil.rmtree(tmp_path / "run" / "rollouts")
-    with pytest.raises(ValueError, match="the shares of its rows are not known"):
+    with pytest.raises(ValueError, match="there are no rows whose shares could be computed"):
         again(tmp_path / "run", 4, why=True)
     _, text = found(tmp_path, trainer, "grad_norm > 5", makes())
-    assert "the completions of step 4 were not kept" in text
+    assert "the shares of its rows are not known: the completions of step 4 were not kept" in text
 
 
 def test_a_condition_that_holds_in_the_first_step_or_in_none(tmp_path):

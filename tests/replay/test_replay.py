@@ -4,6 +4,8 @@ import json
 import shutil
 from dataclasses import replace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from groupax import init_model, replay_step
@@ -12,7 +14,7 @@ from groupax.episodes.record import NOT_RECORDED, Question, Record, remove_recor
 from groupax.runs.step_record import STAGES, parsed_records
 from groupax.satellites.replay.bisect import first_line, parsed_condition
 from groupax.satellites.replay.outcome import changes, comparison
-from groupax.satellites.replay.recorded import recorded_run
+from groupax.satellites.replay.recorded import read_completions, recorded_run
 from groupax.satellites.replay.session import stage_of
 from groupax.tools.results import ToolResult
 from tests.conftest import TINY
@@ -279,6 +281,17 @@ def test_records_survive_damaged_lines(run):
     assert sorted(records) == [1, 2, 3, 4]
     assert records[2].step == 2
     assert len(text) < 4 * 2000
+
+
+@pytest.mark.parametrize("first", [[], [None]])
+def test_completions_without_a_column_or_a_value_are_refused(run, tmp_path, first):
+    table = pq.read_table(run / "rollouts" / "step_000001.parquet")
+    ids, table = table["completion_ids"].to_pylist(), table.drop_columns("completion_ids")
+    pq.write_table(
+        table.append_column("completion_ids", pa.array(first + ids[1:])) if first else table, tmp_path / "x.parquet"
+    )
+    with pytest.raises(ValueError, match="completion_ids is missing, or has no value in some row"):
+        read_completions(tmp_path / "x.parquet")
 
 
 def test_a_replay_makes_no_call_that_is_not_in_the_record(tmp_path):

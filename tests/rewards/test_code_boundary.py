@@ -25,12 +25,24 @@ assert math.isnan(f(float('nan'))) and math.copysign(1, f(-0.0)) == -1
     "values of the standard library": """
 def f(x): return x
 # tests
-import datetime as d, decimal, fractions, collections as c
+import datetime as d, decimal, fractions, collections as c, pickle
 for v in [d.date(2020, 1, 2), d.datetime(2020, 1, 2, 3, 4, 5, 6), d.timedelta(3, 4, 5), d.time(1, 2),
     decimal.Decimal('1.50'), fractions.Fraction(1, 3), c.Counter('aab'), c.OrderedDict(a=1),
     c.defaultdict(list, {1: [2]}), c.deque([1, 2])]:
     r = f(v)
-    assert r == v and type(r) is type(v), v
+    assert r == v and type(r) is type(v) and pickle.loads(pickle.dumps(r)) == v, v
+last, lists = f(c.deque([1, 2], 2)), f(c.defaultdict(list))
+last.append(3)
+lists['k'].append(1)
+assert list(last) == [2, 3] and lists == {'k': [1]}
+""",
+    "classes that extend containers": """
+class Stack(list):
+    def top(self): return self[-1]
+def made(): return Stack([1])
+# tests
+s = Stack([1, 2])
+assert s.top() == 2 and list(s) == [1, 2] and made() == [1] and isinstance(made(), list)
 """,
     "a list, a dict, a set and bytes that are changed": """
 def f(d, s, b, x):
@@ -173,6 +185,8 @@ def c(): return Color.RED
 # tests
 assert f() == P(1, 0) and f().x == 1 and (repr(f()) == 'P(x=1, y=0)')
 assert q() == (1, 2) and q().u == 1 and (Q(1, 2) == (1, 2)) and (N(3).a == 3)
+import copy
+assert isinstance(q(), tuple) and copy.deepcopy(q()).v == 2 and q()._asdict() == {'u': 1, 'v': 2}
 assert c() == Color.RED and Color.RED.value == 1 and Color.RED.name == "RED"
 assert Color(1) == Color.RED and St.OK == 200
 """,

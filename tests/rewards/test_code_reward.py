@@ -86,6 +86,13 @@ def test_tests_as_lists_and_partial_credit():
     assert code_tests([[{"role": "assistant", "content": source}]], [[]], ["assert f(-2) == 2"]) == [1.0]
 
 
+def test_a_solution_of_the_thinking_alone_is_none():
+    completion = f"<think>\n```python\n{SQUARE}```\n</think>\n"
+    wrong = f"{completion}```python\ndef f(x): ...\n```\n"
+    completions, tests = [completion, wrong, wrong + wrong + f"```python\n{SQUARE}```"], ["assert f(2) == 4"] * 3
+    assert code_tests(completions, ["p"] * 3, tests, ["f"] * 3, sandbox="none") == [0.0, 0.0, 1.0]
+
+
 def test_the_last_block_is_the_program():
     text = "first\n```python\na = 1\n```\nthen\n```\ndef f(): pass\n```\nend"
     assert program(text, "p", "f") == "def f(): pass\n"
@@ -122,6 +129,7 @@ def test_a_right_solution_as_models_write_it(text, prompt):
         ("```bash\npip install x\n```\n\n```python\nok\n```", "ok\n"),
         ("```python\nok\n```\nIt prints\n```text\n3\n```\nRun it:\n```bash\npython f.py\n```", "ok\n"),
         ("``` py title=f.py\nok\n```", "ok\n"),
+        ("~~~python\nok\n~~~", "ok\n"),
         ("```python\r\nok\r\n```\r\nend", "ok\r\n"),
         ("````python\nok\n```\nok\n````", "ok\n```\nok\n"),
         ("> ```python\n> ok\n> ```", "ok\n"),
@@ -135,6 +143,7 @@ def test_a_right_solution_as_models_write_it(text, prompt):
         ("```python\nok\n```\nFor example\n```python\nprint(f(", "ok\n"),
         ("```markdown\n```python\nok\n```\n```", "ok\n"),
         ("```python\na\nNo:\n```python\nok\n```", "ok\n"),
+        ("```{.python .numbered}\nok\n```", "ok\n"),
         ("```python\nok\n```bash\npython f.py\n```", "ok\n"),
     ],
 )

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from groupax import GRPOConfig
 from groupax.core.settings.rollouts import RewardSettings
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
@@ -48,11 +47,7 @@ def scored(runner, *texts):
     return runner.finish()
 
 
-def test_settings_without_sense_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match="reward_workers_on is 'ray', but reward_workers is 0"):
-        GRPOConfig(reward_workers_on="ray")
-    with pytest.raises(ValueError, match="reward_workers_on must be one of processes, ray, got 'slurm'"):
-        GRPOConfig(reward_workers_on="slurm", reward_workers=1)
+def test_a_missing_ray_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"needs further packages: pip install 'groupax\[ray\]'"):
         a_runner(lambda completions: [])

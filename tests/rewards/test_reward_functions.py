@@ -79,7 +79,7 @@ def test_formats_of_long_completions_take_no_time(text):
 
 def test_xml_count_gives_credit_for_each_tag():
     texts = ["<think>a</think><answer>b</answer>", "<think>a<answer>b</answer>", "<think><think>", "x", ""]
-    assert rewards.xml_count(texts) == [1.0, 0.75, 0.0, 0.0, 0.0]
+    assert rewards.xml_count([*texts, "a</think><answer>b</answer>"]) == [1.0, 0.75, 0.0, 0.0, 0.0, 1.0]
     assert rewards.xml_count(["<think>a</think><answer>b</answer>" + "x" * 100]) == [pytest.approx(0.9)]
     assert rewards.xml_count(["<think>a</think><answer>b</answer>" + "x" * 5000]) == [0.0]
     assert rewards.xml_count(["<a></a>"], tags=("a",)) == [1.0]
@@ -187,21 +187,6 @@ def test_gsm8k_accuracy_on_all_gold_answers():
     assert rewards.gsm8k_accuracy(perturbed, golds) == [0.0] * len(golds)
 
 
-def test_math_accuracy():
-    texts = [
-        r"so $\frac{6}{8}$",
-        r"\boxed{0.75}",
-        "3/4",
-        r"\boxed{4/3}",
-        "dunno",
-        r"$x=5$ hence \boxed{x=5}",
-        chat("36"),
-    ]
-    golds = [r"\frac{3}{4}"] * 5 + ["5", r"\$36"]
-    assert rewards.math_accuracy(texts, golds) == [1, 1, 1, 0, 0, 1, 1]
-    assert rewards.math_accuracy(["1", "1"], ["", r"we get \boxed{1}"]) == [None, 1]
-
-
 def test_verdicts_on_spellings_and_on_wrong_neighbours():
     """Pairs whose truth is known, of which math-verify by itself misjudges more than 60."""
     lines = (Path(__file__).parents[1] / "golden" / "math_answers.txt").read_text().splitlines()[1:]
@@ -216,7 +201,6 @@ def test_verdicts_on_spellings_and_on_wrong_neighbours():
 
 
 @pytest.mark.heavy
-@pytest.mark.slow
 def test_the_solutions_of_math500_are_right():
     rows = read_lines("math500", "test.jsonl")
     values = rewards.math_accuracy([row["solution"] for row in rows], [row["answer"] for row in rows])
@@ -240,6 +224,14 @@ def test_the_solutions_of_math500_are_right():
         ("The answer is 10 - 2√5.", r"10-2\sqrt{5}", 1),
         (r"so $\boxed\frac{1}{2}$", "1/2", 1),
         (r"I put it in \boxed as asked: 7 \boxed{8}", "8", 1),
+        (r"so $\frac{6}{8}$", r"\frac{3}{4}", 1),
+        (r"\boxed{0.75}", r"\frac{3}{4}", 1),
+        ("3/4", r"\frac{3}{4}", 1),
+        ("dunno", r"\frac{3}{4}", 0),
+        (r"\boxed{4/3}", r"\frac{3}{4}", 0),
+        (r"$x=5$ hence \boxed{x=5}", "5", 1),
+        (chat("36"), r"\$36", 1),
+        ("1", r"we get \boxed{1}", 1),
         # several candidates are a list
         (r"\boxed{1} and \boxed{2}", "2", 0),
         (r"$\boxed{1}$ or $\boxed{2}$", "1,2", 1),
@@ -292,7 +284,10 @@ def test_a_comparing_process_that_does_not_start_is_no_wrong_answer(monkeypatch)
 
 
 def test_rows_without_a_gold_answer_have_no_reward():
-    right = ["<think>x</think><answer>None</answer>", "<think>x</think><answer>4</answer>"]
-    assert rewards.think_answer_correct(right, [None, "4"]) == [None, 1.0]
-    assert rewards.math_accuracy(["None", "\\boxed{4}"], [None, "4"]) == [None, 1.0]
+    right = [
+        "<think>x</think><answer>None</answer>",
+        "<think>x</think><answer>4</answer>",
+        "x</think><answer>4</answer>",
+    ]
+    assert rewards.think_answer_correct(right, [None, "4", "4"]) == [None, 1.0, 1.0]
     assert rewards.cosine_length(["a"], [[1] * 5], [None], max_length=9) == [None]

@@ -211,7 +211,6 @@ def test_async_calls_run_together():
 
 
 @pytest.mark.heavy
-@pytest.mark.slow
 def test_processes():
     results = run_groups([process_ids, limits_its_time], groups_of(*["ab"] * 4), reward_workers=2)
     ids = {value for [processes, _] in results for value in processes}
@@ -229,7 +228,6 @@ def test_processes():
 
 
 @pytest.mark.heavy
-@pytest.mark.slow
 def test_a_process_that_dies_takes_its_call_with_it_only():
     [[dead, exited, alive]] = scores_of_all([ends_its_process, exits, lengths], groups_of("ab"), reward_workers=2)
     assert dead.num_failures == 2

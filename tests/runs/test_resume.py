@@ -25,7 +25,7 @@ from groupax.runs.checkpoints import writer
 from groupax.runs.checkpoints.arrays import read_on_host
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
-from tests.training.test_trainer import PROMPTS, a_trainer, is_measured, lines_of
+from tests.training.test_trainer import PROMPTS, a_trainer, before_updates, is_measured, lines_of
 
 from .stopped_run import PHASES, REUSE, final_state, letters, steps_in
 
@@ -65,14 +65,7 @@ def rollouts_of(folder):
 
 def stopped_at(trainer, step, number=signal.SIGTERM):
     """The trainer's run, stopped by a signal while it makes this step's update."""
-    update = trainer.learner.update
-
-    def update_and_stop(rows):
-        if trainer.cursor.step + 1 == step:
-            os.kill(os.getpid(), number)
-        return update(rows)
-
-    trainer.learner.update = update_and_stop
+    before_updates(trainer, lambda _: os.kill(os.getpid(), number) if trainer.cursor.step + 1 == step else None)
     with pytest.raises(PreemptedError) as stopped:
         trainer.train()
     return stopped.value
@@ -227,15 +220,14 @@ def test_a_notice_of_maintenance_stops_the_run(tmp_path, monkeypatch):
         def log_message(self, *_):
             pass
 
-    def update_and_announce(rows):
+    def announce(rows):
         if trainer.cursor.step + 1 == 2:
             said["maintenance-event"] = b"TERMINATE_ON_HOST_MAINTENANCE"
             time.sleep(0.3)
-        return update(rows)
 
     monkeypatch.setattr("groupax.parallel.preemption.POLL_S", 0.02)
     trainer = a_run(tmp_path)
-    update, trainer.learner.update = trainer.learner.update, update_and_announce
+    before_updates(trainer, announce)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
@@ -307,8 +299,8 @@ def check_killed(tmp_path, num_kills, settings, seed):
         at_random = moments.random() < 0.3
         rare = [phase for phase in PHASES[1:] if phase not in log] or PHASES[1:]
         if not killed.wait_for(PHASES[1:] if at_random else (moments.choice(rare),)):
-            killed.finish()  # it was done before that; from the start again
-            shutil.rmtree(killed.folder / "run")
+            killed.finish()
+            shutil.rmtree(killed.folder / "run")  # it was done before that; from the start again
             continue
         time.sleep(moments.uniform(0, 2.0 if at_random else 0.08))
         doing, status, err = killed.end()

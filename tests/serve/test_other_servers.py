@@ -136,6 +136,12 @@ def test_patience_is_with_servers_that_say_nothing(scripted, sampler_of):
         sampled(sampler)
 
 
+def test_the_next_server_samples_what_the_first_cannot(scripted, sampler_of):
+    sampler = sampler_of("http://127.0.0.1:1", scripted.address)
+    assert [server.url for server in sampler.servers] == ["http://127.0.0.1:1", scripted.address]
+    assert sampled(sampler, num_prompts=3) == [[5]] * 3 * PLAIN.n
+
+
 @pytest.mark.parametrize(("answer", "says"), [(504, "504"), ("slow", "timed out")])
 def test_requests_that_take_too_long_name_the_limits(scripted, sampler_of, answer, says):
     scripted.told = [answer] * 9

@@ -159,5 +159,3 @@ def test_the_longest_that_a_request_may_take_is_a_setting(tiny_model, tmp_path):
     args = GRPOConfig(rollout_servers="http://one:8000", rollout_timeout_s=7200.0)
     sampler = sampler_for(args, tiny_model, engine_for(tiny_model, 1), tiny_model.params, tmp_path)
     assert [server.connection().timeout for server in sampler.servers] == [7200.0]
-    with pytest.raises(ValueError, match="rollout_servers must be addresses like http://host:port, got 'host:8000'"):
-        GRPOConfig(rollout_servers="host:8000")

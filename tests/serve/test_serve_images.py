@@ -78,10 +78,14 @@ def test_the_clients_of_openai_and_anthropic_show_images_to_a_model(server):
     row = [{"role": "user", "content": [{"type": "image"}, text()]}]
     written = engine.tokenizer.apply_chat_template(row, tokenize=False, add_generation_prompt=True)
     ids, images = engine.image_encoder.encode(written, [draw(SCENE)], True)
-    sequences = engine.sequences([ids], SamplingParams(max_tokens=12, temperature=0.0))
-    for sequence in sequences:
-        sequence.images = images
-    [expected] = engine.stream(sequences)
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    [sequence] = engine.sequences([ids], params)
+    sequence.images = images
+    [expected] = engine.stream([sequence])
+    shown = [{"role": "user", "content": [{"type": "image", "image": draw(SCENE)}, text()]}]
+    assert engine.generate(shown, params)[0][0].tokens == expected.tokens
+    with pytest.raises(ValueError, match=r"a prompt has images, .*; give the prompt to generate"):
+        engine.encode(shown)
 
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
     answer = client.chat.completions.create(**chat(picture(url_of(content)), text(), temperature=0))

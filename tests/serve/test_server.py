@@ -1,6 +1,7 @@
 """The server, asked by OpenAI's own client and by clients that misbehave: answers are the engine's."""
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 import jax
 import numpy as np
@@ -346,20 +348,35 @@ def test_health_and_metrics(address, client):
     assert not [name for name in values if 'status="500"' in name]
 
 
-def test_the_command_serves_and_drains():
+def test_the_command_serves_within_its_limits_and_drains():
     settings = ["--model", str(load_recipe("arithmetic").model), "--name", "demo", "--port", "0", "--chunk_steps", "8"]
-    settings += ["--mesh", "-1", "1", "1", "1", "1", "--api_key", KEY]
+    settings += ["--mesh", "-1", "1", "1", "1", "1", "--api_key", KEY, "--warmup", "1", "--warmup_tokens", "8"]
+    settings += ["--chat_template", "plain", "--default_max_tokens", "3", "--max_queue", "6", "--max_body_mb", "0.001"]
+    settings += ["--max_connections", "2", "--prefix_cache_gb", "0.001", "--drain_s", "60", "--no_log_requests"]
     command = [sys.executable, "-m", "groupax", "serve", *settings]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             address = server.stdout.readline().split(" at ")[1].strip()
+            assert re.match("ready: compiled .* for 1 simultaneous clients and 8 tokens in ", server.stdout.readline())
+            host, port = urlsplit(address).hostname, urlsplit(address).port
             with openai.OpenAI(base_url=address, api_key=KEY, max_retries=0) as client:
+                chat = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "1+1="}])
+                assert chat.usage.completion_tokens <= 3
+                for given, status in (({"prompt": "1+" * 600}, 413), ({"prompt": "1+1=", "n": 7}, 429)):
+                    with pytest.raises(openai.APIStatusError) as refused:
+                        client.completions.create(model="demo", max_tokens=2, **given)
+                    assert refused.value.status_code == status
+                with closing(socket.create_connection((host, port))), closing(socket.create_connection((host, port))):
+                    with pytest.raises(openai.APIStatusError) as refused:
+                        client.models.list()
+                    assert refused.value.status_code == 503
                 pieces = client.completions.create(model="demo", prompt="1+1=", n=4, stream=True, **LONG)
                 first = next(iter(pieces))
                 server.send_signal(signal.SIGTERM)
                 rest = list(pieces)
                 assert len({c.index for p in [first, *rest] for c in p.choices if c.finish_reason == "length"}) == 4
             assert server.wait(60) == 0
+            assert server.stdout.read() == "", "no line for each request"
         finally:
             with suppress(ProcessLookupError):
                 server.kill()

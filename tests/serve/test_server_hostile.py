@@ -275,7 +275,7 @@ def test_a_body_must_arrive_in_time(loop):
 
 @pytest.mark.heavy
 def test_a_server_without_keys_answers_no_other_sites(loop):
-    with listening(create_app(loop)) as address:
+    with listening(create_app(loop, Limits(allowed_hosts=("models.lan",)))) as address:
         url, body = f"{address}/v1/completions", json.dumps({"prompt": "ab", "max_tokens": 2}).encode()
         port = address.rpartition(":")[2]
         for name in ("127.0.0.1", "localhost"):
@@ -290,6 +290,7 @@ def test_a_server_without_keys_answers_no_other_sites(loop):
             ({"content-type": ""}, 415, "with curl"),
             ({"origin": f"http://127.0.0.1:{port}"}, 200, ""),
             ({"host": "[::1]:80"}, 200, ""),
+            ({"host": "models.lan"}, 200, ""),
         ]:
             answer = httpx.post(url, content=body, headers={**JSON, **headers})
             assert answer.status_code == status, headers

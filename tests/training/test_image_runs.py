@@ -323,7 +323,7 @@ def test_a_run_trains_and_resumes_bit_for_bit_and_keeps_images_and_tower(tmp_pat
     whole.train()
     half = {"updates_per_rollout": 2, "beta": 0.01, "save_steps": 1}
     a_run(tmp_path / "half", model, 3, **half).train()
-    resumed = a_run(tmp_path / "half", model, 4, **half, resume=str(tmp_path / "half"))
+    resumed = a_run(tmp_path / "half", model, 4, **half, image_cache_gb=0.0, resume=str(tmp_path / "half"))
     assert steps_started(resumed) == [3]
     assert resumed.learner.digest() == whole.learner.digest()
     outcome = replay_step(tmp_path / "half", 4, model, reward, train_dataset=some_rows())

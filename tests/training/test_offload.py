@@ -85,8 +85,3 @@ def test_a_run_is_the_same_and_goes_on_with_and_without(tmp_path, adapts):
     assert lines_of(tmp_path / "parts") == lines_of(tmp_path / "whole")
     assert final_state(trainer).keys() == final_state(whole).keys()
     jax.tree.map(np.testing.assert_array_equal, final_state(trainer), final_state(whole))
-
-
-def test_what_cannot_be_offloaded_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="that of an adapter is its base, which is always needed; set it to False"):
-        a_trainer(tmp_path, lora_r=4, beta=0.1, offload_reference=True)

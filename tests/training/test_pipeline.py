@@ -9,12 +9,13 @@ import time
 import pytest
 
 from groupax.core.errors import PreemptedError, RewardError
+from groupax.parallel.preemption import FairLock, RolloutCancelled
 from groupax.runs.checkpoints.arrays import read_on_host
 from tests.conftest import rest_heavy
 from tests.runs.stopped_run import final_state, letters
 from tests.runs.test_resume import assert_same, check_killed, needing_signals, rollouts_of
 
-from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
+from .test_trainer import PROMPTS, a_trainer, before_updates, count_a, lines_of
 
 AHEAD = {"max_staleness": 1, "rollout_correction": "token_truncate", "max_steps": 5, "max_completion_length": 8}
 # Several updates on each rollout, dynamic sampling, several rollouts ahead.
@@ -104,14 +105,8 @@ def test_a_run_that_was_stopped_goes_on_exactly(tmp_path, whole, phase):
 
     stops.__name__ = "count_a"
     trainer = ahead(tmp_path, stops)
-    update = trainer.learner.update
-
-    def update_and_stop(rows):
-        if phase == "update" and trainer.cursor.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return update(rows)
-
-    trainer.learner.update = update_and_stop
+    stops_at = 2 if phase == "update" else None
+    before_updates(trainer, lambda _: os.kill(os.getpid(), signal.SIGTERM) if trainer.cursor.step == stops_at else None)
     begun_s = time.monotonic()
     with pytest.raises(PreemptedError, match=r"after step [23]; its state is in"):
         trainer.train()
@@ -131,6 +126,22 @@ def test_killed_at_random_moments_it_goes_on_exactly(tmp_path):
 
 
 # -- what goes wrong in a thread
+
+
+def test_a_closed_lock_refuses_those_that_wait_and_those_that_come():
+    lock, refused = FairLock(), []
+
+    def enter():
+        with pytest.raises(RolloutCancelled), lock:
+            pass
+        refused.append(1)
+
+    with lock:
+        (waiting := threading.Thread(target=enter)).start()
+        lock.close()
+        waiting.join(10)
+    enter()
+    assert len(refused) == 2
 
 
 @pytest.mark.heavy

@@ -15,6 +15,7 @@ from groupax.cli.main import main
 from groupax.core.errors import DivergedError
 from groupax.core.settings.objective import ObjectiveSettings
 from groupax.core.settings.sft import ExampleSettings, SFTLossType
+from groupax.data.chat import Conversation
 from groupax.data.supervised import encode_training_set, render_with_spans, rows_of
 from groupax.events import Evaluated, StepEnded
 from groupax.objective.losses import SUPERVISED_LOSSES, TokenTerms
@@ -121,11 +122,11 @@ def test_of_conversations_all_is_learned_or_what_the_assistant_wrote():
 def test_a_template_without_marks_is_asked_for_each_part_and_must_write_it_the_same_way():
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = MARKED.replace("{%- generation %}", "").replace("{% endgeneration %}", "")
-    [text], [spans] = render_with_spans(tokenizer, [TALK], ["talk"], [{}], [()])
+    [text], [spans] = render_with_spans(tokenizer, [Conversation(TALK, "talk")])
     assert [text[start:end].strip() for start, end in spans] == ["Hello<|im_end|>", "So<|im_end|>"]
     tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
     with pytest.raises(ValueError, match="talk: assistant_only_loss cannot tell message 2 apart"):
-        render_with_spans(tokenizer, [TALK], ["talk"], [{}], [()])
+        render_with_spans(tokenizer, [Conversation(TALK, "talk")])
 
 
 def test_long_examples_lose_their_end_and_are_dropped_if_nothing_is_left_to_learn():

@@ -1,13 +1,14 @@
 """The loop: it learns, it repeats itself, it writes what it did, it refuses what cannot work."""
 
 import json
+import os
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
-from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model, load_model
+from groupax import GRPOConfig, GRPOTrainer, LoRAConfig, SamplingParams, init_model, load_model
 from groupax.core.errors import RewardError
 from groupax.core.types import Row
 from groupax.engine.core import EngineCore
@@ -67,10 +68,16 @@ def trained(tmp_path, rewards=count_a, **settings):
     return trainer
 
 
+def before_updates(trainer, do):
+    """Has `do(rows)` called before each update, which may return other rows."""
+    update = trainer.learner.update
+    trainer.learner.update = lambda rows: update(do(rows) or rows)
+
+
 def updates_of(trainer):
     """A list that will have the rows of each update."""
-    updates, update = [], trainer.learner.update
-    trainer.learner.update = lambda rows: updates.append(rows) or update(rows)
+    updates = []
+    before_updates(trainer, updates.append)
     return updates
 
 
@@ -150,10 +157,25 @@ def test_columns_reach_the_reward_once_per_completion(tmp_path):
     np.testing.assert_allclose(line["reward"], 0.5 + 0.5 * line["rewards/count_a/mean"])
 
 
+@pytest.mark.parametrize("place", ["run", "~/run"])
+def test_a_reward_that_changes_the_working_directory_does_not_move_the_run(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def wanders(completions):
+        os.chdir("/")
+        return [1.0] * len(completions)
+
+    a_trainer(tmp_path, wanders, output_dir=place, max_steps=1).train()
+    assert {"metrics.jsonl", "rollouts", "model"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    assert len(lines_of(tmp_path)) == 1
+
+
 def test_the_run_folder(tmp_path):
     import pyarrow.parquet
 
-    trainer = trained(tmp_path, max_steps=4, logging_steps=2, eval_steps=2, eval_dataset=PROMPTS)
+    options = {"logging_steps": 2, "eval_steps": 2, "eval_dataset": PROMPTS, "rollout_log_gb": 1e-9, "replay_steps": 0}
+    trainer = trained(tmp_path, max_steps=4, **options)
     run = tmp_path / "run"
     assert GRPOConfig.from_mapping(json.loads((run / "config.json").read_text())) == trainer.args
     lines = lines_of(tmp_path, timings=True)
@@ -161,6 +183,7 @@ def test_the_run_folder(tmp_path):
     assert [line["step"] for line in lines if "eval_reward" in line] == [2, 4]
     for name in ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time", "entropy", "padding_frac"):
         assert name in lines[-2] or name in lines[-1], name
+    assert len([*(run / "rollouts").iterdir()]) <= 3, "of the first, the best and the newest step"
     table = pyarrow.parquet.read_table(run / "rollouts" / "step_000004.parquet").to_pylist()
     assert len(table) == 16
     assert table[0]["rewards/count_a"] == table[0]["completion_ids"].count(3) / len(table[0]["completion_ids"])
@@ -214,6 +237,10 @@ def test_an_update_that_is_not_finite_is_skipped(tmp_path):
 # -- refusals
 
 
+def named(completions, gold):
+    return [0.0] * len(completions)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -225,6 +252,23 @@ def test_an_update_that_is_not_finite_is_skipped(tmp_path):
         ({"reward_weights": (1.0, 2.0)}, "reward_weights has 2 entries for 1 reward functions"),
         ({"eval_steps": 2}, "there is no eval_dataset"),
         ({"rewards": []}, "reward_funcs is empty"),
+        ({"output_dir": "gopher://x/y"}, "use a folder, s3:// or gs://"),
+        ({"output_dir": "gs://bucket/run"}, r"pip install 'groupax\[gcs\]'"),
+        ({"output_dir": "/dev/null/run"}, "output_dir .* cannot be written to"),
+        ({"lora_alpha": 3.0}, "lora_alpha without an adapter: set lora_r"),
+        ({"lora_r": 4, "peft_config": LoRAConfig()}, r"peft_config and lora_r \(4\) both ask"),
+        ({"lora_r": 4, "sync_ref_model": True, "beta": 0.1}, "sync_ref_model moves the reference"),
+        ({"lora_r": 4, "beta": 0.1, "offload_reference": True}, "its base, which is always needed; set it to False"),
+        ({"lora_r": 4, "base_weights": "nf4"}, "give the model as a folder or hub id"),
+        ({"base_weights": "nf4"}, "give the model as a folder or hub id, and set lora_r"),
+        ({"lora_r": -1}, "lora_r must be between 0 and"),
+        ({"eval_num_generations": 2}, "at eval_temperature 0 all completions of a prompt are the same"),
+        ({"eval_top_p": 0.0}, "eval_top_p must be between 1e-06 and 1, got 0.0"),
+        ({"eval_dataset": PROMPTS, "eval_max_completion_length": 256}, "length 256 leaves no room for a prompt"),
+        ({"eval_max_completion_length": 0}, "eval_max_completion_length must be between 1 and"),
+        ({"eval_dataset": {"x": []}}, "eval_dataset 'x' is empty"),
+        ({"rewards": named, "eval_dataset": [{"prompt": "a"}]}, "no column 'gold', which the reward function"),
+        ({"rewards": named, "correctness_reward": "name"}, "did you mean named"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -276,12 +320,6 @@ def bad(returned):
         return returned
 
     return bad
-
-
-def test_an_unwritable_output_folder(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"output_dir .* cannot be written to"):
-        a_trainer(tmp_path, output_dir=str(tmp_path / "file" / "run"))
 
 
 # -- parts

@@ -1,11 +1,14 @@
 """`groupax view`: what its server tells of run folders, what it refuses, and the page in a real browser
 (tests/view/test_view_page.py)."""
 
+import fcntl
 import http.client
 import json
 import os
 import re
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -17,6 +20,7 @@ from urllib.parse import urlencode
 
 import numpy as np
 import pyarrow
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -28,10 +32,10 @@ from groupax.runs.files import check_unlocked
 from groupax.runs.folder import RunFolder
 from groupax.runs.report.record import read_run
 from groupax.runs.rollout_log import rollout_table, write_table
-from groupax.satellites.view.curves import mean_and_spread, row_means, smoothed, spread_out, thinned
+from groupax.satellites.view.curves import mean_and_spread, smoothed, thinned
 from groupax.satellites.view.evaluations import item_page
 from groupax.satellites.view.groups import group_summaries
-from groupax.satellites.view.rollouts import Step, read_step
+from groupax.satellites.view.rollouts import Step, cached_step, read_step
 from groupax.satellites.view.runs import Run, Runs, Tail
 from groupax.satellites.view.server import make_server
 from groupax.satellites.view.token_values import TokenTexts
@@ -216,22 +220,6 @@ def test_the_phases_of_steps_lie_on_a_time_axis(tmp_path):
     assert {each["phase"]: each["share"] for each in found["shares"]} == {"wait": 0.25, "train": 0.5, "other": 0.25}
 
 
-def test_distributions_cover_the_run_with_a_part_of_its_steps(port):
-    while (found := ask(port, "distributions", run="alpha"))["num_steps"] > len(found["steps"]):
-        pass
-    assert found["steps"] == [1, 2, 3, 4, 5, 6, 7]
-    assert set(found["maps"]) == {"reward", "length", "advantage", "entropy", "reward right", "reward <b>brief</b>"}
-    length = found["maps"]["length"]
-    assert (length["edges"][0], length["edges"][-1]) == (3, 6)
-    assert [sum(row) for row in length["shares"]] == pytest.approx([1, 1, 1, 1, 1, 1, 0], abs=1e-3)  # one is damaged
-    assert length["quantiles"][0][1] == 4.5
-    assert length["quantiles"][6] == [None] * 3
-    assert found["maps"]["entropy"]["quantiles"][0] == pytest.approx([1.25] * 3)
-    assert spread_out(range(1, 1001), 5) == [1, 1000, 501, 251, 750]
-    lists = pyarrow.array([[1.0, None, 3.0], [], None, [None], [5.0]], pyarrow.list_(pyarrow.float32()))
-    assert row_means(lists).tolist() == pytest.approx([2.0, np.nan, np.nan, np.nan, 5.0], nan_ok=True)
-
-
 def test_the_overview_says_what_a_run_is_how_far_it_is_and_what_changed(tmp_path):
     run = RunFolder(tmp_path / "run")
     run.start({"max_steps": -1, "reward_weights": [0.5, 1.0], "learning_rate": 1e-3})
@@ -301,6 +289,105 @@ def test_metrics_are_read_while_they_are_written(tmp_path):
     run.refresh()
     assert run.series("reward")[1].tolist() == [0.25]
     assert run.generation == 1
+
+
+def test_a_run_that_has_ended_says_why(tmp_path):
+    run, path = Run(tmp_path), tmp_path / "run"
+    folder = RunFolder(path)
+    run = Run(path)
+
+    def told():
+        run.refresh()
+        state = run.state()
+        return state["status"], state["ending"]
+
+    folder.start({})
+    folder.write_end("failed before it began")
+    folder.write_metrics({"step": 1.0, "reward": 0.5})
+    assert told() == ("live", "")
+    for end, status in (("stopped (SIGTERM) after step 1", "stopped"), ("failed: ValueError: " + HOSTILE, "failed")):
+        folder.write_process({"step": 0})
+        assert told() == ("live", "")
+        folder.write_end(end)
+        assert told() == (status, end)
+    lock = f"process {{}} on {socket.gethostname()} since then\n"
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (path / ".lock").write_text(lock.format(gone.pid))
+    status, ending = told()
+    assert status == "dead"
+    assert "its process is gone, without a word of why; no sign of life since " in ending
+    with (path / ".lock").open() as held:  # by a process of a container, for one
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert told() == ("live", "")
+    for holder in (lock.format(os.getpid()), f"process {gone.pid} on {socket.gethostname()}.elsewhere since then", "?"):
+        (path / ".lock").write_text(holder)
+        assert told() == ("live", "")
+    os.utime(path / "metrics.jsonl", (time.time() - 3600,) * 2)
+    assert told()[0] == "quiet"
+    assert told()[1].startswith("no sign of life since ")
+    (path / "model").mkdir()
+    assert told() == ("done", "")
+
+
+def test_steps_are_kept_in_memory_up_to_a_size(folder, monkeypatch):
+    paths = [folder / "alpha" / "rollouts" / f"step_00000{step}.parquet" for step in (1, 2)]
+    assert cached_step(paths[0], None) is cached_step(paths[0], None) is not cached_step(paths[0], [1.0, 2.0])
+    monkeypatch.setattr("groupax.satellites.view.rollouts.MAX_CACHED_BYTES", 0)
+    first = cached_step(paths[0], None)
+    assert cached_step(paths[0], None) is first
+    cached_step(paths[1], None)
+    assert cached_step(paths[0], None) is not first
+
+
+DEEP = "[" * 400 + "]" * 400
+DAMAGE = {
+    "config.json": f'{{"reward_weights": [[1], 1{"0" * 400}], "max_steps": 1{"0" * 400}, "deep": {DEEP}}}',
+    "run.json": f'{{"processes": [{{"run": {{"steps": "{"9" * 5000}, each"}}, "settings": 7, "end": {DEEP}}}]}}',
+    "diagnostics.jsonl": f'{{"name": {DEEP}, "text": {DEEP}, "step": 1e999}}\n',
+    "why/step_000001.json": '{"rows": [{"prompt_index": 1e999, "sample_index": 0, "share": [], "norm": 0}]}',
+    "evaluations/step_000005.eval.jsonl": f'{{"prompt": {"[" * 5000}\n',
+    "rollouts/step_2.parquet": "",
+    f"rollouts/step_{'9' * 200}.parquet": "",
+    "evaluations/step_000006.eval.jsonl": None,  # a link to nothing
+    "completion_ids": 7,
+    "images": 7,
+    "completion": [["x"]],
+    "prompt_index": 2**62,
+    "sample_index": b"\xff",
+    "advantage": 1e308,
+    "turns": '[{"reward": 1e999, "calls": [3, {}], "rewards": 7, "start": 1e999}]',
+}
+
+
+def test_damaged_files_are_no_failures_of_the_page(folder, tmp_path):
+    for number, (name, value) in enumerate(DAMAGE.items()):
+        path = shutil.copytree(folder / "alpha", tmp_path / f"run{number}") / name
+        if "." not in name:
+            path = path.parent / "rollouts" / "step_000001.parquet"
+            table = pq.read_table(path)
+            rest = table.drop_columns([name] if name in table.column_names else [])
+            pq.write_table(rest.append_column(name, pyarrow.array([value] * len(table))), path)
+        elif value is None:
+            path.symlink_to("nothing")
+        else:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(value)
+    (tmp_path / os.fsdecode(b"run-\xff")).mkdir()
+    (tmp_path / os.fsdecode(b"run-\xff") / "metrics.jsonl").write_text("")
+    place = {"step": 1, "prompt": 0, "sample": 0, "turn": 0, "name": "reward", "channel": "advantage x ratio"}
+    routes = "overview extremes table timeline config diagnostics step group tokens why text estimates"
+    with serving(tmp_path) as port:
+        names = [*ask(port, "runs")]
+        assert "run-?" in names
+        for name in names:
+            for route in routes.split():
+                status, _, body = request(port, f"/api/{route}?{urlencode({'run': name, **place, 'by': 'time'})}")
+                assert status in (200, 400, 404), (name, route, body)
+            assert ask(port, "search", run=name, q="answer 1 of step 6")["hits"] or name == "run-?"
+            until_s = time.monotonic() + 20.0
+            while (progress := ask(port, "prompts", run=name)["progress"])["num_done"] < progress["num_steps"]:
+                assert time.monotonic() < until_s, (name, progress)
 
 
 def test_endless_lines_are_left_out(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Any
 
-from groupax.compat.fields import Arguments, arguments, scale_rewards
+from groupax.compat.fields import Arguments, arguments, scale_rewards, warn
 from groupax.core.settings.fields import nearest
 
 EasyDeLOptimizers = StrEnum("EasyDeLOptimizers", "ADAMW ADAFACTOR LION MUON SGD")
@@ -36,11 +36,7 @@ CHECKPOINTING = {
 
 
 def named(value: Any, known: Any, setting: str) -> str:
-    """Returns the value of an enum member as lower-case text; None means "none".
-
-    Raises:
-        ValueError: The value is not one of `known`.
-    """
+    """Returns the value of an enum member as lower-case text; None means "none"."""
     names = [str(getattr(each, "value", each)) for each in known]
     text = str(getattr(value, "value", "none" if value is None else value)).lower()
     if text not in names:
@@ -85,12 +81,7 @@ _INERT = {
     },
 )
 class GRPOConfig(Arguments):
-    """EasyDeL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
-
-    Raises:
-        TypeError: A setting is unknown.
-        ValueError: A setting cannot be honoured.
-    """
+    """EasyDeL's config. A setting without effect in groupax is accepted with a warning that gives the reason."""
 
     model_name: str = "GRPOTrainer"
     save_directory: Any = "EasyDeL-Checkpoints"
@@ -146,13 +137,12 @@ class GRPOConfig(Arguments):
     tools: Any = None
 
     def to_native(self) -> Any:
-        """Returns the native config.
-
-        Raises:
-            ValueError: A setting is not supported by groupax.
-        """
+        """Returns the native config."""
         if self.max_training_steps == 0:
             raise ValueError("max_training_steps=0 trains nothing; leave it out to train for num_train_epochs")
+        schedule = SCHEDULES[named(self.scheduler, SCHEDULES, "scheduler")]
+        if self.learning_rate_end and schedule == "constant":
+            warn(f"learning_rate_end={self.learning_rate_end} changes nothing in groupax without a scheduler")
         settings = {
             "output_dir": f"{str(self.save_directory or 'EasyDeL-Checkpoints').rstrip('/')}/{self.model_name}",
             "chat_template_kwargs": dict(self.chat_template_kwargs or {}),
@@ -168,7 +158,7 @@ class GRPOConfig(Arguments):
             "scale_rewards": scale_rewards(self.scale_rewards),
             "reward_weights": None if self.reward_weights is None else tuple(self.reward_weights),
             "optimizer": named(self.optimizer, EasyDeLOptimizers, "optimizer"),
-            "lr_scheduler_type": SCHEDULES[named(self.scheduler, SCHEDULES, "scheduler")],
+            "lr_scheduler_type": schedule,
             "learning_rate_end": self.learning_rate_end or 0.0,
             "max_grad_norm": self.clip_grad or 0.0,
             "eval_steps": self.evaluation_steps or 0,

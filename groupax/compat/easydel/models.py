@@ -10,7 +10,6 @@ from groupax.compat import hf
 from groupax.compat.easydel.config import CHECKPOINTING, AttentionMechanisms, named
 from groupax.compat.fields import native_attention, warn, warn_replicated
 from groupax.core.settings.compute import mesh_sizes
-from groupax.core.settings.fields import nearest
 from groupax.engine.core import indivisible_dims
 from groupax.models.weights.checkpoint import Model, load_model
 from groupax.parallel.mesh import RULES, decoding_mesh, make_mesh
@@ -33,16 +32,10 @@ class EasyDeLModel(hf.CausalLM):
         self.trainer_settings = trainer_settings
 
 
-# Arguments of `from_pretrained` without effect in groupax, each with the reason; those of `QUIET` cause no warning.
-INERT = hf.INERT | {
-    "auto_shard_model": "weights are put on all devices",
-    "from_torch": "safetensors are read without PyTorch",
-    "partition_axis": "the mesh's axes are dp, fsdp, ep, tp, sp",
-    "precision": "matmuls accumulate in float32",
-    "sharding_axis_names": "the mesh's axes are dp, fsdp, ep, tp, sp",
-    "verbose": "nothing is logged while loading",
-}
-QUIET = {"auto_shard_model", "precision", "from_torch", "verbose"}
+# Arguments of `from_pretrained` without effect in groupax, each with the reason, and those that cause no warning:
+# weights are put on all devices, matmuls accumulate in float32, and safetensors are read without PyTorch.
+INERT = hf.INERT | dict.fromkeys(("partition_axis", "sharding_axis_names"), "the mesh's axes are dp, fsdp, ep, tp, sp")
+QUIET = ("auto_shard_model", "precision", "from_torch", "verbose")
 
 
 class AutoEasyDeLModelForCausalLM:
@@ -74,11 +67,7 @@ class AutoEasyDeLModelForCausalLM:
         Raises:
             TypeError: An argument is unknown.
         """
-        for name, value in inert.items():
-            if name not in INERT:
-                raise TypeError(f"from_pretrained has no argument {name!r}{nearest(name, INERT)}; leave it out")
-            if name not in QUIET:
-                warn(f"from_pretrained's {name}={value!r} changes nothing in groupax: {INERT[name]}")
+        hf.warn_inert(inert, QUIET, "from_pretrained", INERT)
         mesh = None if sharding_axis_dims is None else _mesh(sharding_axis_dims)
         settings, max_positions = config_settings(config_kwargs or {})
         if dtype is not None:
@@ -89,15 +78,10 @@ class AutoEasyDeLModelForCausalLM:
             name_or_path, stored, mesh, weights, max_positions=max_positions, replicated=() if mesh is None else RULES
         )
         warn_replicated(model, "sharding_axis_dims")
-        if decoding_tp_of(model) > 1:
-            settings["decoding_tp"] = decoding_tp_of(model)
+        tp = model.mesh.shape["tp"]
+        if tp > 1 and not indivisible_dims(model.config, decoding_mesh(model.mesh, tp)):
+            settings["decoding_tp"] = tp
         return EasyDeLModel(model, settings)
-
-
-def decoding_tp_of(model: Model) -> int:
-    """Returns the tensor-parallel size for decoding: the mesh's tp, or 1 if the model is not divisible by it."""
-    tp = model.mesh.shape["tp"]
-    return 1 if indivisible_dims(model.config, decoding_mesh(model.mesh, tp)) else tp
 
 
 def config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:

@@ -1,9 +1,8 @@
-"""EasyDeL's `GRPOTrainer`, a wrapper around the native trainer, and its `vInference`, which samples completions."""
+"""EasyDeL's `GRPOTrainer`, a wrapper around the native trainer, and its `vInference`, which has sampling settings."""
 
 import copy
-import functools
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,17 +11,15 @@ import numpy as np
 import groupax.trainer as native
 from groupax.compat import hf
 from groupax.compat.easydel.config import GRPOConfig
-from groupax.compat.easydel.models import EasyDeLModel, decoding_tp_of
+from groupax.compat.easydel.models import EasyDeLModel
 from groupax.compat.fields import warn
 from groupax.compat.trl.policy import TrainedModel
 from groupax.core.settings.fields import nearest
-from groupax.core.settings.sampling import SamplingParams, SamplingSettings
 from groupax.data.chat import render
 from groupax.data.examples import load_examples
 from groupax.data.prompts import row_template_kwargs
 from groupax.data.tokenizer import is_conversational, prepare_tokenizer
-from groupax.engine.engine import Engine
-from groupax.models.weights.checkpoint import Model, load_model
+from groupax.tools.tool import function_schema
 
 # Sampling settings of a `vInference`, with their names in a `GRPOConfig`.
 SAMPLING = {
@@ -37,41 +34,26 @@ SAMPLING = {
 
 
 class vInference:  # noqa: N801 - EasyDeL's name
-    """A model with sampling settings, for a trainer and for `generate`.
+    """A model with sampling settings, for a trainer.
 
     Args:
-        model: Model to sample from.
-        tokenizer: Tokenizer of prompts that are text.
-        seed: Seed of `generate`.
+        model: Model to train.
+        tokenizer: Tokenizer of the model.
+        seed: Not used: the seed of a run is that of its config.
         settings: Sampling settings: the keys of `SAMPLING`.
 
     Raises:
         TypeError: A setting is unknown.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, *, seed: int = 0, **settings: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, *, seed: Any = None, **settings: Any) -> None:
         for name in settings:
             if name not in SAMPLING:
                 raise TypeError(f"vInference has no setting {name!r}{nearest(name, SAMPLING)}")
-        self.model, self.tokenizer, self.seed = model, tokenizer, seed
+        if seed is not None:
+            warn(f"vInference's seed={seed} changes nothing in groupax: set seed in GRPOConfig")
+        self.model, self.tokenizer = model, tokenizer
         self.given = {name: value for name, value in settings.items() if value is not None}
-
-    def generate(self, prompts: Any) -> list[list[str]]:
-        """Returns the completions of each prompt as text."""
-        given = {each.name: self.given[each.name] for each in fields(SamplingSettings) if each.name in self.given}
-        params = SamplingParams(
-            n=self.given.get("num_return_sequences", 1),
-            max_tokens=self.given.get("max_new_tokens", GRPOConfig.FIELDS.defaults["max_completion_length"]),
-            seed=self.seed,
-            **given,
-        )
-        return [[completion.text or "" for completion in group] for group in self._engine.generate(prompts, params)]
-
-    @functools.cached_property
-    def _engine(self) -> Engine:
-        model = hf.as_model(self.model)
-        model = model if isinstance(model, Model) else load_model(model)
-        return Engine.of(model, self.tokenizer, tp=decoding_tp_of(model))
 
 
 class GRPOTrainer:
@@ -169,13 +151,17 @@ def with_sampling(arguments: GRPOConfig, vinference: vInference | None) -> GRPOC
 
 
 def _examples(dataset: Any, name: str, tokenize: Callable[..., Any] | None, tokenizer: Any, tools: Any) -> Any:
-    """Returns the examples with a column `prompt` and, if there is a `data_tokenize_fn`, with its columns."""
+    """Returns the examples with a column `prompt`, and the columns of a `data_tokenize_fn`, else one of the tools."""
     examples = load_examples(dataset, name)
-    if tokenize is None:
+    if tokenize is None and not tools:
         return examples
+    rows = [dict(examples[index]) for index in range(len(examples))]
+    if tokenize is None:
+        schemas = [each if isinstance(each, Mapping) else function_schema(each, each.__name__) for each in tools]
+        return [{"tools": schemas, **row} for row in rows]
     if tokenizer is None:
         raise ValueError("data_tokenize_fn needs a tokenizer; pass it as processing_class")
-    return _tokenized([dict(examples[index]) for index in range(len(examples))], tokenize, tokenizer, tools)
+    return _tokenized(rows, tokenize, tokenizer, tools)
 
 
 def _tokenized(

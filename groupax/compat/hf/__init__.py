@@ -12,8 +12,6 @@ from groupax.compat.hf.loading import is_peft_model as is_peft_model
 from groupax.compat.hf.loading import is_torch_model as is_torch_model
 from groupax.compat.hf.loading import prepare_model_for_kbit_training as prepare_model_for_kbit_training
 from groupax.compat.hf.loading import wrap_with_peft as wrap_with_peft
-from groupax.compat.hf.model import DEFAULT_NEW_TOKENS as DEFAULT_NEW_TOKENS
-from groupax.compat.hf.model import GENERATION as GENERATION
 from groupax.compat.hf.model import INERT as INERT
 from groupax.compat.hf.model import CausalLM as CausalLM
 from groupax.compat.hf.model import save_policy as save_policy

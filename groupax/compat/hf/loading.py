@@ -57,6 +57,10 @@ def base_weights(quantization_config: Any) -> BaseWeights:
         return "same"
     given = quantization_config
     get = given.get if isinstance(given, Mapping) else lambda name: getattr(given, name, None)
+    if skipped := get("llm_int8_skip_modules"):
+        warn(f"llm_int8_skip_modules={skipped} changes nothing in groupax: all matrices of the layers are quantized")
+    if str(get("bnb_4bit_compute_dtype")).removeprefix("torch.") == "float16":
+        warn("bnb_4bit_compute_dtype=float16 changes nothing in groupax: bf16 of the config chooses the dtype")
     if get("load_in_8bit"):
         return "int8"
     if not get("load_in_4bit"):
@@ -84,23 +88,19 @@ def is_peft_model(model: Any) -> bool:
 
 
 def wrap_with_peft(model: Any, peft_config: Any, seed: int) -> Any:
-    """Returns the PyTorch model with a new adapter, wrapped by PEFT.
-
-    Args:
-        model: Model of transformers.
-        peft_config: A `LoraConfig` of PEFT.
-        seed: Seed of the adapter's weights, which PEFT draws from PyTorch's global state; that state is left as it was.
-
-    Raises:
-        ValueError: The config is not one, or is not supported by groupax.
-        ImportError: PEFT is not installed.
-    """
-    import peft
+    """Returns the PyTorch model with a new adapter of PEFT, drawn by the seed; PyTorch's state stays as it was."""
     import torch  # which the model is of
 
+    try:
+        import peft
+    except ImportError as error:
+        how = "pip install peft, or pass the model's folder or hub id"
+        raise ImportError(f"PEFT adds the adapter of peft_config to a PyTorch model: {how}") from error
     as_lora_config(peft_config)  # refuses what groupax does not support
+    if isinstance(peft_config, LoraConfig):
+        peft_config = peft.LoraConfig(**vars(peft_config))
     if not isinstance(peft_config, peft.PeftConfig):
-        raise ValueError("a PyTorch model takes peft.LoraConfig as peft_config; or pass the model's folder or hub id")
+        raise ValueError("a PyTorch model takes a LoraConfig as peft_config; or pass the model's folder or hub id")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return peft.get_peft_model(model, peft_config)
@@ -110,9 +110,6 @@ def read_torch_model(model: Any) -> Model:
     """Returns the weights that a PyTorch model has now, through a temporary folder.
 
     A base that bitsandbytes has quantized is quantized again from the files that it was loaded from.
-
-    Raises:
-        ValueError: The model has an adapter that groupax cannot train.
     """
     if hasattr(model, "peft_config") and not is_peft_model(model):
         raise ValueError(
@@ -136,11 +133,7 @@ def read_torch_model(model: Any) -> Model:
 
 
 def _saved_adapter(model: Any, folder: Path) -> Path:
-    """Writes the active adapter, and returns its folder.
-
-    Raises:
-        ValueError: groupax cannot train it.
-    """
+    """Writes the active adapter, and returns its folder."""
     adapter = _adapter_name(model)
     model.save_pretrained(folder, selected_adapters=[adapter])
     own = folder if adapter == "default" else folder / adapter
@@ -182,7 +175,8 @@ class TorchWeights:
             specs = adapter_specs(model.config, model.adapter.config)
         self._specs = specs
         found = dict(torch_model.named_parameters())
-        names = {name: self._parameter_name(name, found) for name in _tensor_names(specs)}
+        in_files = dict.fromkeys(name for spec in jax.tree.leaves(specs) for name in spec.tensor_names)
+        names = {name: self._parameter_name(name, found) for name in in_files}
         if missing := [name for name, own in names.items() if not own]:
             raise ValueError(
                 f"transformers stores weights otherwise than their files do ({', '.join(missing[:3])}, ...), as "
@@ -232,10 +226,6 @@ class TorchWeights:
         with torch.no_grad():
             for name, parameter in self._by_name.items():
                 parameter.copy_(torch.from_numpy(np.array(tensors[name], np.float32)))
-
-
-def _tensor_names(specs: Any) -> list[str]:
-    return list(dict.fromkeys(name for spec in jax.tree.leaves(specs) for name in spec.tensor_names))
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -302,9 +292,6 @@ def as_model(model: Any) -> str | Path | Model:
 
     Args:
         model: Folder, hub id, model of groupax or of `compat.hf`, or PyTorch model.
-
-    Raises:
-        ValueError: The model is none of these.
     """
     if isinstance(model, CausalLM):
         return model.model

@@ -77,13 +77,13 @@ def _dense(weight: Any) -> np.ndarray:
 
 
 def as_parameter(array: np.ndarray, is_trained: bool) -> Any:
-    """Returns a copy of a weight as a PyTorch parameter that refuses to be changed.
+    """Returns a copy of a weight as a PyTorch parameter that refuses to be changed."""
+    import torch
 
-    Raises:
-        ImportError: PyTorch is not installed.
-    """
+    is_half = array.dtype == jnp.bfloat16
+    tensor = torch.from_numpy(np.array(array).view(np.int16) if is_half else np.array(array))
     cls = _parameter_class()
-    return cls._make_subclass(cls, _as_torch(array), is_trained)
+    return cls._make_subclass(cls, tensor.view(torch.bfloat16) if is_half else tensor, is_trained)
 
 
 @cache
@@ -109,14 +109,6 @@ def _parameter_class() -> Any:
                 return function(*args, **(kwargs or {}))
 
     return ReadOnlyParameter
-
-
-def _as_torch(array: np.ndarray) -> Any:
-    import torch
-
-    if array.dtype == jnp.bfloat16:
-        return torch.from_numpy(np.array(array).view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(np.array(array))
 
 
 def save_policy(trainer: Any, folder: Any) -> None:
@@ -174,17 +166,16 @@ INERT = {
 }
 
 
-def warn_inert(given: Mapping[str, Any], quiet: set[str], function: str) -> None:
-    """Warns about arguments without effect in groupax, except those in `quiet`.
-
-    Raises:
-        TypeError: An argument is unknown.
-    """
+def warn_inert(
+    given: Mapping[str, Any], quiet: Collection[str], function: str, inert: Mapping[str, str] = INERT
+) -> None:
+    """Warns about arguments without effect in groupax, except those in `quiet`, and refuses unknown ones."""
     for name, value in given.items():
-        if name in INERT:
-            warn(f"{function}'s {name}={value!r} changes nothing in groupax: {INERT[name]}")
-        elif name not in quiet:
-            raise TypeError(f"{function} has no argument {name!r}{nearest(name, INERT)}")
+        if name in quiet:
+            continue
+        if name not in inert:
+            raise TypeError(f"{function} has no argument {name!r}{nearest(name, (*inert, *quiet))}; leave it out")
+        warn(f"{function}'s {name}={value!r} changes nothing in groupax: {inert[name]}")
 
 
 # Arguments of `generate` that a model's generation_config.json may set, with transformers' defaults.
@@ -217,13 +208,13 @@ class Architecture:
     """A read-only view of a model's architecture: groupax's `ModelConfig`, then the other fields of config.json."""
 
     def __init__(self, model: Model) -> None:
-        vars(self)["_model"] = model
+        vars(self)["_configs"] = model.config, model.hf_config
 
     def __getattr__(self, name: str) -> Any:
-        model = vars(self)["_model"]
-        if not hasattr(model.config, name) and name not in model.hf_config:
-            raise AttributeError(f"the model's config has no {name!r}{nearest(name, model.hf_config)}")
-        return getattr(model.config, name) if hasattr(model.config, name) else model.hf_config[name]
+        own, stored = object.__getattribute__(self, "_configs")  # which a copy lacks at first
+        if not hasattr(own, name) and name not in stored:
+            raise AttributeError(f"the model's config has no {name!r}{nearest(name, stored)}")
+        return getattr(own, name) if hasattr(own, name) else stored[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("use_cache", "pad_token_id", "pretraining_tp"):
@@ -280,9 +271,6 @@ class CausalLM:
 
         Names are those of the checkpoint; with an adapter they are those of `peft.PeftModel`. Weights that are never
         trained, which transformers stores as buffers, are left out.
-
-        Raises:
-            ImportError: PyTorch is not installed.
         """
         for name, value, is_trained in parameters_of(self.model):
             if not name.endswith(CORRECTION_NAMES):
@@ -293,11 +281,7 @@ class CausalLM:
         return (parameter for _, parameter in self.named_parameters())
 
     def get_parameter(self, target: str) -> Any:
-        """Returns a copy of the weight of a name (see `named_parameters`).
-
-        Raises:
-            AttributeError: The model has no such weight.
-        """
+        """Returns a copy of the weight of a name (see `named_parameters`)."""
         tied = tied_name(self.model)
         name = tied[1] if tied and target == tied[0] else target
         for own, value, is_trained in parameters_of(self.model):
@@ -425,7 +409,7 @@ class CausalLM:
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, **inert: Any) -> str:
         """Uploads the model to the Hugging Face hub and returns its URL."""
-        warn_inert(inert, {"token", "commit_message", "safe_serialization"}, "push_to_hub")
+        warn_inert(inert, {"commit_message", "safe_serialization"}, "push_to_hub")
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name) / repo_id.rpartition("/")[2]
             self.save_pretrained(folder)

@@ -20,14 +20,16 @@ OF_TRL = ("ModelConfig", "DatasetMixtureConfig")  # configs that belong to no tr
 
 
 def __getattr__(name: str) -> Any:
-    """Returns what the installed TRL has under a name, unless it is one of its trainers or belongs to one.
+    """Returns a module of this package, or what the installed TRL has under a name.
 
     Raises:
-        ImportError: It does, or TRL is not installed.
+        ImportError: It is a trainer of TRL or belongs to one, or TRL is not installed.
         AttributeError: TRL does not have it.
     """
-    if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is not None:  # a module to import
+    if name.startswith("_"):
         raise AttributeError(f"groupax.compat.trl has no {name}")
+    if importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f"{__name__}.{name}")
     if name.endswith(("Trainer", "Callback", "Config")) and name not in OF_TRL:
         raise ImportError(
             f"groupax.compat.trl has no {name}, but GRPOTrainer, RLOOTrainer and SFTTrainer with their configs; leave "

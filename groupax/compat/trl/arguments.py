@@ -1,6 +1,5 @@
 """The arguments of transformers' `TrainingArguments` that every trainer of TRL 1.16 has, as settings of groupax."""
 
-import json
 import logging
 import sys
 from typing import Any, ClassVar
@@ -83,9 +82,6 @@ _REFUSED = {
 class TrainingArguments(Arguments):
     """The arguments of every trainer of TRL, with the defaults of TRL's own class."""
 
-    # Fields that may be given as JSON text.
-    MAPPINGS: ClassVar[tuple[str, ...]] = ("accelerator_config", "deepspeed", "lr_scheduler_kwargs")
-
     output_dir: str | None = None
     per_device_train_batch_size: int = 8
     num_train_epochs: float = 3.0
@@ -133,23 +129,16 @@ class TrainingArguments(Arguments):
     resume_from_checkpoint: str | None = None
 
     def __post_init__(self) -> None:
-        """Reads JSON texts, and derives what transformers derives from other fields.
-
-        Raises:
-            ValueError: A JSON text cannot be read.
-        """
+        """Reads JSON texts, and derives what transformers derives from other fields."""
         if self.output_dir is None:
             self.output_dir = "trainer_output"
         for name in ("deepspeed", "run_name", "metric_for_best_model"):  # whose empty texts mean None there
             if getattr(self, name) == "":
                 setattr(self, name, None)
-        for name in self.MAPPINGS:
+        for name in self.FIELDS.mappings:
             value = getattr(self, name)
             if isinstance(value, str) and value.startswith("{"):  # other texts are paths
-                try:
-                    setattr(self, name, json.loads(value))
-                except ValueError as error:
-                    raise ValueError(f"{name} is not valid JSON: {error}") from error
+                setattr(self, name, parse_mapping(value, name))
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
@@ -300,6 +289,8 @@ class TrainingArguments(Arguments):
         end = self.learning_rate * more.pop("min_lr_rate") if end is None and "min_lr_rate" in more else end
         if more:
             raise ValueError(f"lr_scheduler_kwargs {more} are not supported; choose from min_lr and min_lr_rate")
+        if end and SCHEDULERS[scheduler] == "constant":
+            raise ValueError(f"lr_scheduler_type {scheduler!r} never reaches min_lr; leave lr_scheduler_kwargs out")
         steps = self.warmup_steps or 0
         ratio = steps if 0 < steps < 1 else 0 if steps else self.warmup_ratio
         if scheduler == "constant" and (ratio or steps):

@@ -11,9 +11,16 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 
 from groupax.compat import hf
-from groupax.compat.callbacks import CallbackListener, State
-from groupax.compat.trl.arguments import torch_cpu
-from groupax.compat.trl.layout import TRAINER_STATE, TRLFolders, checkpoint_to_resume, folders_of, run_folder
+from groupax.compat.callbacks import CallbackListener, State, write_json
+from groupax.compat.trl.arguments import TrainingArguments, torch_cpu
+from groupax.compat.trl.layout import (
+    TRAINER_STATE,
+    TRLFolders,
+    check_output_dir,
+    checkpoint_to_resume,
+    folders_of,
+    run_folder,
+)
 from groupax.compat.trl.policy import Policy, TrainedModel
 from groupax.core.settings.fields import nearest
 from groupax.core.storage.buckets import is_remote
@@ -25,7 +32,6 @@ from groupax.models.weights.saving import source_folders
 from groupax.parallel import processes
 from groupax.parallel.runtime import configure_jax
 from groupax.rewards.calls import check_name
-from groupax.rollouts.completions import json_numbers
 
 # Methods of TRL's trainer that groupax never calls, by what to do instead.
 _REFUSED_BY_REMEDY = {
@@ -115,6 +121,7 @@ class BaseTrainer:
         eval_dataset: Evaluation set or sets that the trainer was given.
     """
 
+    CONFIG: ClassVar[type[TrainingArguments]]
     # Methods that subclasses may not override, with what to do instead.
     REFUSED_OVERRIDES: ClassVar[Mapping[str, str]] = REFUSED
     # Listeners of the native trainer besides those that call callbacks and show the model.
@@ -136,13 +143,30 @@ class BaseTrainer:
             )
         super().__setattr__(name, value)
 
+    def _check(self, base: type, model: Any, args: Any, optimizers: tuple[Any, Any]) -> Any:
+        """Returns the settings, after the checks of a trainer's arguments that need no model."""
+        name = Path(str(getattr(model, "name", model))).name
+        self.args = args = args or self.CONFIG(f"{name}-{self.CONFIG.__name__.removesuffix('Config')}")
+        check_overrides(self, base)
+        if any(each is not None for each in optimizers):
+            raise ValueError(
+                "optimizers of PyTorch cannot train weights of JAX: set optim, learning_rate, weight_decay and "
+                "lr_scheduler_type in the config"
+            )
+        check_output_dir(args.output_dir)
+        return args
+
     def _prepare(self, args: Any, settings: Any, callbacks: Sequence[Any] | None) -> Any:
         """Sets the state, and returns settings with the layout of folders."""
         self.args, where = args, settings.output_dir
         if not is_remote(where):  # absolute, since a reward may change the working directory
             where = str(Path(where).expanduser().absolute())
         self._output_dir = where
-        self.state = State(num_train_epochs=math.ceil(args.num_train_epochs), logging_steps=settings.logging_steps)
+        self.state = State(
+            num_train_epochs=math.ceil(args.num_train_epochs),
+            logging_steps=settings.logging_steps,
+            is_world_process_zero=processes.is_primary(),
+        )
         self.callbacks = list(callbacks or [])
         self._listeners: list[Any] = []
         self._listener: CallbackListener | None = None
@@ -270,6 +294,7 @@ class BaseTrainer:
         self.native.args = replace(self.native.args, resume=chosen)
         if (state := Path(chosen) / TRAINER_STATE).is_file():
             self.state.load_json(state)
+            self.state.is_world_process_zero = processes.is_primary()
         return chosen != "never"
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
@@ -281,7 +306,7 @@ class BaseTrainer:
         is_resumed = self._resume(resume_from_checkpoint)
         listener = self._callback_listener()
         self._listeners[:] = [self._trained, *self.WATCHES, listener]
-        self._choose_sampler()
+        self._check_sampler()
         if self.args.eval_on_start and not is_resumed:
             self.evaluate()
         result = self.native.train()
@@ -289,8 +314,8 @@ class BaseTrainer:
             self.push_to_hub()
         return TrainOutput(result.num_steps, listener.summary["train_loss"], {**result.metrics, **listener.summary})
 
-    def _choose_sampler(self) -> None:
-        """Prepares sampling, which not every trainer does."""
+    def _check_sampler(self) -> None:
+        """Checks that the model has no method that ought to sample; not every trainer samples."""
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """Evaluates the current policy on held-out data, and returns metrics by name.
@@ -307,7 +332,7 @@ class BaseTrainer:
             if eval_dataset not in sets:
                 raise ValueError(f"there is no evaluation set {eval_dataset!r}{nearest(eval_dataset, sets)}")
             eval_dataset = sets[eval_dataset]
-        self._choose_sampler()
+        self._check_sampler()
         metrics: dict[str, float] = {}
         for own in self._evaluations(eval_dataset, metric_key_prefix):
             self._callback_listener().evaluated(self.native.cursor.step, own)
@@ -319,11 +344,7 @@ class BaseTrainer:
         raise NotImplementedError
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Writes the current policy, or its adapter, and the tokenizer; other files in the folder are kept.
-
-        Args:
-            output_dir: Folder to write to; by default that of the settings.
-        """
+        """Writes the current policy, or its adapter, and the tokenizer; other files in the folder are kept."""
         if output_dir is None and is_remote(self._output_dir):
             self.native.save_model()
         else:
@@ -331,7 +352,7 @@ class BaseTrainer:
 
     def push_to_hub(self, **inert: Any) -> str:
         """Uploads the current policy as `hub_model_id`, by default the name of `output_dir`."""
-        hf.warn_inert(inert, {"commit_message", "blocking", "token", "revision", "dataset_name", "tags"}, "push_to_hub")
+        hf.warn_inert(inert, {"commit_message", "blocking", "dataset_name", "tags"}, "push_to_hub")
         repo_id = self.args.hub_model_id or Path(self._output_dir).name
         return push_folder(self.native.save_model(), repo_id, private=bool(self.args.hub_private_repo))
 
@@ -341,12 +362,7 @@ class BaseTrainer:
     # -- reports
 
     def log_metrics(self, split: str, metrics: Mapping[str, float]) -> None:
-        """Prints metrics.
-
-        Args:
-            split: What they are about, e.g. "train" or "eval".
-            metrics: Values by name.
-        """
+        """Prints metrics of "train" or "eval"."""
         if self.is_world_process_zero():
             print(f"***** {split} metrics *****")
             for name, value in sorted(metrics.items()):
@@ -363,11 +379,11 @@ class BaseTrainer:
         if not self.is_world_process_zero():
             return
         folder = self._report_folder()
-        _write(folder / f"{split}_results.json", metrics)
+        write_json(folder / f"{split}_results.json", metrics, indent=4)
         if combined:
             everything = folder / "all_results.json"
             earlier = json.loads(everything.read_text(encoding="utf-8")) if everything.is_file() else {}
-            _write(everything, {**earlier, **metrics})
+            write_json(everything, {**earlier, **metrics}, indent=4)
 
     def save_state(self) -> None:
         """Writes the state with the log's lines to `trainer_state.json` in `output_dir`."""
@@ -385,9 +401,6 @@ class BaseTrainer:
 def check_overrides(trainer: Any, base: type) -> None:
     """Checks that every method of TRL's trainer that a subclass overrides takes part in the run.
 
-    Args:
-        trainer: Trainer, whose class may be a subclass.
-        base: The class of groupax.
 
     Raises:
         ValueError: An override would never be called; names the class, the method and what to do instead.
@@ -406,20 +419,7 @@ def check_overrides(trainer: Any, base: type) -> None:
             )
 
 
-def check_optimizers(optimizers: tuple[Any, Any]) -> None:
-    """Raises a ValueError if a script gives an optimizer or a scheduler of PyTorch."""
-    if any(each is not None for each in optimizers):
-        raise ValueError(
-            "optimizers of PyTorch cannot train weights of JAX: set optim, learning_rate, weight_decay and "
-            "lr_scheduler_type in the config"
-        )
-
-
 def num_accelerators() -> int:
     """Returns the device count that `per_device_train_batch_size` refers to; a process on CPU counts as one device."""
     configure_jax()
     return jax.process_count() if jax.default_backend() == "cpu" else jax.device_count()
-
-
-def _write(path: Path, metrics: Mapping[str, float]) -> None:
-    path.write_text(json.dumps(json_numbers(metrics), indent=4, sort_keys=True) + "\n", encoding="utf-8")

@@ -10,10 +10,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from groupax.compat.trl.policy import ModelSampler
 from groupax.core.settings.sampling import SamplingParams
 from groupax.core.types import Metrics, Rollout, Row
-from groupax.engine.sequence import Sampler
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.events import TokenScores
 from groupax.parallel.preemption import PreemptionHandler
@@ -29,20 +27,13 @@ from groupax.training.shapes import Shape
 from groupax.training.step import ROUTER_LOSS
 
 
-def with_trl_metrics(trainer: Any, evaluation: Evaluation) -> Evaluation:
-    """Returns an evaluation with the metrics that TRL has and groupax has not.
-
-    They are the loss of the objective with the metrics of an update, and the spread of the rewards.
-    """
-    return Evaluation({name: _with_trl_metrics(trainer, each) for name, each in evaluation.sets.items()})
-
-
 def with_trl_names(metrics: Metrics) -> Metrics:
     """Returns the metrics of an update, with those too that TRL calls otherwise under its names."""
     return {**metrics, "aux_loss": metrics[ROUTER_LOSS]} if ROUTER_LOSS in metrics else metrics
 
 
-def _with_trl_metrics(trainer: Any, evaluation: SetEvaluation) -> SetEvaluation:
+def with_trl_metrics(trainer: Any, evaluation: SetEvaluation) -> SetEvaluation:
+    """Returns an evaluation with the loss and the other metrics of an update, and the spread of the rewards."""
     rollouts = [rollout for group in evaluation.groups for rollout in group]
     settings, names = trainer.args, [reward.name for reward in trainer.rewards]
     advantages = advantages_of(rollouts, names, trainer.reward_weights, evaluation.params.n, settings)
@@ -96,11 +87,7 @@ class TRLSchedule(UpdateSchedule):
         return super().updates_per_rollout // self.minibatches_per_step
 
     def prompts_per_epoch(self, num_examples: int) -> int:
-        """Returns the number of prompts that an epoch visits.
-
-        Raises:
-            ValueError: There are fewer prompts than a generation takes.
-        """
+        """Returns the number of prompts that an epoch visits."""
         if num_examples < self.prompts_per_rollout:
             raise ValueError(
                 f"the dataset has {num_examples} prompts and a generation takes {self.prompts_per_rollout} "
@@ -161,29 +148,11 @@ class TRLBatchTrainer(GRPOTrainer):
         # while a step takes rows of several rollouts: the state at its start, with the known shapes
         self._step_start: tuple[Cursor, Experience | None, list[Shape]] | None = None
         self._num_earlier = 0  # rows of earlier rollouts in the step
-        self._own_sampler: ModelSampler | None = None
         super().__init__(*arguments, **named)
-        self._sampler = self.collector.engine
 
     def make_schedule(self) -> TRLSchedule:
         """Returns TRL's schedule."""
         return self._schedule
-
-    def sample_with(self, generate: Callable[..., Any] | None) -> None:
-        """Samples rollouts and evaluations with a model's own `generate` from now on; None for the engine."""
-        if generate is None:
-            if self._own_sampler is not None:
-                self.collector.engine, self._own_sampler = self._sampler, None
-            return
-        pad_id = self.tokenizer.pad_token_id
-        pad_id = self.eos_ids[0] if pad_id is None else pad_id
-        self._own_sampler = ModelSampler(generate, self.engine, self.learner, self.args, pad_id)
-        self.collector.engine = self._own_sampler
-
-    @property
-    def eval_sampler(self) -> Sampler:
-        """The sampler of evaluations, which is the model's own `generate` if it has one."""
-        return self._own_sampler or super().eval_sampler
 
     @contextmanager
     def working(self, stop: PreemptionHandler) -> Iterator[None]:
@@ -198,7 +167,8 @@ class TRLBatchTrainer(GRPOTrainer):
         n = (params or eval_params(self.args)).n
         self.reward_runner.groups_per_call = self.eval_batch_size and max(1, self.eval_batch_size // n)
         try:
-            return with_trl_metrics(self, super().evaluate(params, eval_dataset))
+            sets = super().evaluate(params, eval_dataset).sets
+            return Evaluation({name: with_trl_metrics(self, each) for name, each in sets.items()})
         finally:
             self.reward_runner.groups_per_call = None
 

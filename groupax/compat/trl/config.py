@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from groupax.compat.fields import EVAL_SAMPLING, arguments, parse_mapping, scale_rewards, warn
 from groupax.compat.trl.arguments import TrainingArguments
@@ -81,14 +81,6 @@ _INERT = {
 class OnlineConfig(TrainingArguments):
     """The fields that TRL's `GRPOConfig` and `RLOOConfig` share."""
 
-    MAPPINGS: ClassVar[tuple[str, ...]] = (
-        *TrainingArguments.MAPPINGS,
-        "model_init_kwargs",
-        "generation_kwargs",
-        "chat_template_kwargs",
-        "transformers_continuous_batching_config",
-    )
-
     learning_rate: float = 1e-6
     model_init_kwargs: dict[str, Any] | str | None = None
     router_aux_loss_coef: float | None = None
@@ -126,11 +118,7 @@ class OnlineConfig(TrainingArguments):
     log_completions: bool = False
 
     def batches(self, num_devices: int = 1) -> tuple[int, int, int]:
-        """Returns the completions of a micro-batch on all devices, and the micro-batches of a step and a generation.
-
-        Raises:
-            ValueError: The settings are inconsistent.
-        """
+        """Returns the completions of a micro-batch on all devices, and the micro-batches of a step and a generation."""
         for name in COUNTS:
             value = getattr(self, name)
             if value != self.FIELDS.defaults[name] and not (isinstance(value, int) and 1 <= value <= MAX_COUNT):
@@ -232,6 +220,8 @@ class OnlineConfig(TrainingArguments):
     def _server_url(self) -> str | None:
         """Returns the address of the server that samples; None for groupax's own engine."""
         host = self.vllm_server_host
+        if self.vllm_mode not in ("colocate", "server"):
+            raise ValueError(f"vllm_mode must be 'server' or 'colocate', got {self.vllm_mode!r}")
         has_server = self.vllm_mode == "server" or host != self.FIELDS.defaults["vllm_server_host"]
         if self.vllm_server_base_url is None and has_server and host:
             return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.vllm_server_port}"
@@ -268,12 +258,7 @@ class OnlineConfig(TrainingArguments):
     former={"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"},
 )
 class GRPOConfig(OnlineConfig):
-    """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
-
-    Raises:
-        TypeError: A field is unknown.
-        ValueError: A field cannot be honoured.
-    """
+    """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason."""
 
     delta: float | None = None
     sapo_temperature_neg: float = 1.05
@@ -310,7 +295,7 @@ class GRPOConfig(OnlineConfig):
         """Returns the native settings for the loss, the rewards' scale, tools, and the correction of other samplers.
 
         vLLM's importance-sampling correction is on if a server samples, if completions match an expression, or if its
-        mode is not the default.
+        mode or a bound is not the default.
         """
         self._warn_about_losses()
         if self.off_policy_mask_threshold == 0:
@@ -324,13 +309,15 @@ class GRPOConfig(OnlineConfig):
         }
         if self.loss_type == "cispo" and self.epsilon_high is None:
             settings["epsilon_high"] = self.epsilon
-        mode = self.vllm_importance_sampling_mode
+        correction = {
+            "rollout_correction": "vllm_importance_sampling_mode",
+            "rollout_correction_min": "vllm_importance_sampling_clip_min",
+            "rollout_correction_max": "vllm_importance_sampling_clip_max",
+        }
         is_other = self._server_url() is not None or self.vllm_structured_outputs_regex is not None
-        is_other |= mode != self.FIELDS.defaults["vllm_importance_sampling_mode"]
+        is_other |= any(getattr(self, name) != self.FIELDS.defaults[name] for name in correction.values())
         if self.use_vllm and is_other and self.vllm_importance_sampling_correction:
-            settings["rollout_correction"] = mode
-            settings["rollout_correction_min"] = self.vllm_importance_sampling_clip_min
-            settings["rollout_correction_max"] = self.vllm_importance_sampling_clip_max
+            settings |= {own: getattr(self, name) for own, name in correction.items()}
         return settings
 
     def _warn_about_losses(self) -> None:
@@ -361,12 +348,7 @@ class GRPOConfig(OnlineConfig):
 
 @arguments("TRL")
 class RLOOConfig(OnlineConfig):
-    """TRL's config of REINFORCE with a leave-one-out baseline.
-
-    Raises:
-        TypeError: A field is unknown.
-        ValueError: A field cannot be honoured.
-    """
+    """TRL's config of REINFORCE with a leave-one-out baseline."""
 
     num_generations: int = 2
     beta: float = 0.05

@@ -29,9 +29,6 @@ class Pool:
 
     Args:
         factories: Functions that create environments, by name.
-
-    Raises:
-        ValueError: An environment has no method `reset`.
     """
 
     def __init__(self, factories: Mapping[str, Callable[[], Any]]) -> None:
@@ -88,25 +85,17 @@ class Agents:
         functions: All functions that the model may call; methods are those of the environments that were made first.
         names: Names of the environments.
         is_routed: Whether the column `environment` chooses the environment.
-        pool: The environments; None without any.
-
-    Raises:
-        ValueError: An environment has no method `reset`.
+        pool: The environments.
     """
 
     def __init__(self, tools: Sequence[Callable[..., Any]] | None, environment_factory: Any) -> None:
         self._tools = list(tools or ())
         self.is_routed = isinstance(environment_factory, Mapping)
-        self.pool: Pool | None = None
-        self.functions = list(self._tools)
-        self.names: list[str] = []
-        if environment_factory is None:
-            return
         if not self.is_routed:
             only = getattr(environment_factory, "__name__", type(environment_factory).__name__)
-            environment_factory = {only: environment_factory}
-        self.pool = Pool(dict(environment_factory))
-        self.names = list(environment_factory)
+            environment_factory = {} if environment_factory is None else {only: environment_factory}
+        self.pool, self.names = Pool(dict(environment_factory)), list(environment_factory)
+        self.functions = list(self._tools)
         for name in self.names:
             instance = self.pool.first(name)
             methods = [getattr(instance, tool) for tool in _tools_of(type(instance))]
@@ -123,16 +112,12 @@ class Agents:
     @property
     def reward_classes(self) -> list[type]:
         """The classes of environments that give a reward, each once."""
-        classes = [] if self.pool is None else [type(self.pool.first(name)) for name in self.names]
-        return [each for each in dict.fromkeys(classes) if callable(getattr(each, "get_reward", None))]
+        classes = dict.fromkeys(type(self.pool.first(name)) for name in self.names)
+        return [each for each in classes if callable(getattr(each, "get_reward", None))]
 
     def environments(self, has_prompts: bool) -> Any:
-        """Returns the environments as groupax takes them; None without any.
-
-        Args:
-            has_prompts: Whether the dataset has a column `prompt`, which `reset` then receives too.
-        """
-        if self.pool is None:
+        """Returns the environments as groupax takes them, which see a column `prompt` if there is one; or None."""
+        if not self.names:
             return None
         dropped = {*(() if has_prompts else ("prompt",)), *(("environment",) if self.is_routed else ())}
         classes = {name: _as_class(name, self.pool, dropped) for name in self.names}
@@ -145,13 +130,10 @@ class Agents:
             dataset: The training dataset; None if the environment brings the prompts.
             max_steps: Number of optimizer steps, if it is set.
             num_prompts: Number of prompts of a rollout.
-
-        Raises:
-            ValueError: There is no dataset, and no single environment with a number of steps.
         """
         if dataset is not None:
-            return (dataset, True) if self.pool is None else with_prompts(dataset)
-        if self.pool is None:
+            return with_prompts(dataset) if self.names else (dataset, True)
+        if not self.names:
             raise ValueError("`train_dataset` is required unless an `environment_factory` is given")
         if self.is_routed:
             raise ValueError(
@@ -164,17 +146,17 @@ class Agents:
 
     def environments_of(self, rows: Iterable[Mapping[str, Any]], num_generations: int) -> list[Any] | None:
         """Returns the environments of the completions of a rollout's rows; None without any."""
-        if self.pool is None:
+        if not self.names:
             return None
         names = [str(row.get("environment")) if self.is_routed else self.names[0] for row in rows]
         return self.pool.of(names, num_generations)
 
     def eval_rows(self, dataset: Any) -> Any:
         """Returns evaluation sets, one or several by name, with a column `prompt`."""
-        if self.pool is None or dataset is None:
+        if not self.names or dataset is None:
             return dataset
         if isinstance(dataset, Mapping):
-            return {name: with_prompts(each)[0] for name, each in dataset.items()}
+            return {name: self.eval_rows(each) for name, each in dataset.items()}
         return with_prompts(dataset)[0]
 
 
@@ -211,13 +193,7 @@ def _tools_of(environment_class: type) -> dict[str, TextTool]:
 
 
 def _as_class(name: str, pool: Pool, dropped: set[str]) -> EnvironmentClass:
-    """Returns an environment of TRL as one of groupax.
-
-    Args:
-        name: Its name.
-        pool: Environments that were created.
-        dropped: Columns that `reset` does not receive.
-    """
+    """Returns an environment of TRL as one of groupax, whose `reset` does not receive dropped columns."""
     cls = type(pool.first(name))
     gives_reward = callable(getattr(cls, "get_reward", None))
 
@@ -260,11 +236,7 @@ def _returning_text(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _text_of(result: Any) -> Any:
-    """Returns the text of a tool's result; a `Step` remains one.
-
-    Raises:
-        ValueError: It has parts that are no texts, which the model cannot read.
-    """
+    """Returns the text of a tool's result; a `Step` remains one."""
     if isinstance(result, Step):
         return result
     is_content = isinstance(result, list) and bool(result)

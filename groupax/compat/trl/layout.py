@@ -117,7 +117,7 @@ class TRLFolders(RunHooks):
             or self.control.take("should_save")
             or (self.only_best and is_best and writer.last_step != step)
         )
-        run.saver.save_if(due, cursor, run.trainer.experience)
+        run.saver.save_if(due)
         writer.wait()  # callbacks see the checkpoint and the policy of the same step
         processes.run_on_primary(lambda: self.rotate(self.limit))
 
@@ -154,13 +154,23 @@ def run_folder(output_dir: str) -> str:
 
 
 def folders_of(args: Any, output_dir: str, state: State) -> TRLFolders | None:
-    """Returns when a run with TRL's settings evaluates and saves; None if its output folder is in a bucket."""
+    """Returns when a run with TRL's settings evaluates and saves; None if its output folder is in a bucket.
+
+    Raises:
+        ValueError: The settings ask for the best checkpoint in a bucket.
+    """
+    only_best = getattr(args.save_strategy, "value", args.save_strategy) == "best"
     if is_remote(output_dir):
+        if only_best or args.load_best_model_at_end:
+            raise ValueError(
+                f"output_dir {output_dir} is a bucket, in which checkpoints are a run's own; save_strategy 'best' and "
+                "load_best_model_at_end need a local folder"
+            )
         return None
     return TRLFolders(
         Path(output_dir).expanduser(),
         state,
-        only_best=getattr(args.save_strategy, "value", args.save_strategy) == "best",
+        only_best=only_best,
         limit=args.save_total_limit,
         loads_best=args.load_best_model_at_end,
     )

@@ -1,30 +1,24 @@
-"""The model that a script hands to a trainer: what is trained, the object that shows it, its own `generate`."""
+"""The model that a script hands to a trainer: what is trained, and the object that shows it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from groupax.compat import hf
 from groupax.compat.fields import parse_mapping, warn
 from groupax.compat.trl.arguments import TrainingArguments
-from groupax.core.config import GRPOConfig
 from groupax.core.settings.fields import nearest
+from groupax.core.settings.optimizer import BaseWeights
 from groupax.core.storage.folders import at_revision
-from groupax.core.types import Row
-from groupax.engine.sequence import PolicySampler
-from groupax.engine.sequence import Sequence as Completion
 from groupax.events import Event, RunEnded, RunStarted, StepEnded
 from groupax.models.adapted import LowRank
-from groupax.models.lora import Adapter, as_lora_config
-from groupax.models.weights.checkpoint import Model, load_model
+from groupax.models.lora import Adapter, LoRAConfig, as_lora_config
+from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
 from groupax.runs.trainer import Trainer
-from groupax.training.adapters import PolicyLearner
 
 _EXACT_DTYPES = ("float32", "auto", "None")  # with which TRL trains float32 weights, as groupax does
 
@@ -40,11 +34,11 @@ def resolve_model(model: Any, args: TrainingArguments, quantization_config: Any)
     if quantization_config is not None and quantized is not None:
         raise ValueError("quantization_config is given twice: to the trainer and in model_init_kwargs")
     given.pop("attn_implementation", None)  # read by `GRPOConfig.to_native`
-    revision, dtype = given.pop("revision", None), given.pop("dtype", None) or given.pop("torch_dtype", None)
-    is_named = isinstance(model, (str, Path))
-    if given and not is_named:
-        warn("model_init_kwargs change nothing: the model is already loaded")
+    if not isinstance(model, (str, Path)):
+        if given:
+            warn(f"model_init_kwargs {', '.join(given)} change nothing: the model is already loaded")
         given = {}
+    revision, dtype = given.pop("revision", None), given.pop("dtype", None) or given.pop("torch_dtype", None)
     if str(dtype).removeprefix("torch.") not in _EXACT_DTYPES:
         reason = "master weights are float32, and bf16 chooses the dtype of the computation"
         warn(f"model_init_kwargs dtype={dtype!r} changes nothing in groupax: {reason}")
@@ -57,7 +51,7 @@ def resolve_model(model: Any, args: TrainingArguments, quantization_config: Any)
                 f"model with transformers and pass the object{nearest(name, hf.INERT)}"
             )
         warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {hf.INERT[name]}")
-    named = at_revision(str(model), revision) if is_named and revision not in (None, "main") else model
+    named = model if revision in (None, "main") else at_revision(str(model), revision)
     return named, quantized if quantization_config is None else quantization_config
 
 
@@ -67,11 +61,13 @@ class Policy:
 
     Attributes:
         model: What the native trainer receives.
+        weights: How the native trainer stores the weights of a model that it loads.
         peft_config: Settings of an adapter that the native trainer adds.
         owner: Object of the script that is trained in place; None if there is none.
     """
 
     model: Any
+    weights: BaseWeights
     peft_config: Any
     owner: Any
 
@@ -100,20 +96,18 @@ def policy_of(
             raise ValueError("the model already has an adapter, and peft_config describes another one; pass only one")
         warn("peft_config describes the adapter that the model already has, which will be trained; leave it out")
         peft_config = None
-    if weights != "same":
-        if isinstance(given, (str, Path)):
-            given = load_model(given, weights=weights)
-        else:
-            warn("quantization_config changes nothing: the model is already loaded")
+    if weights != "same" and not isinstance(given, (str, Path)):
+        warn("quantization_config changes nothing: the model is already loaded")
+        weights = "same"
     if adapter is not None and beta:
         _check_reference(adapter, beta)
     owner = model if hf.is_torch_model(model) or isinstance(model, hf.CausalLM) else None
-    return Policy(given, peft_config, owner)
+    return Policy(given, weights, peft_config, owner)
 
 
-def check_dropout(peft_config: Any) -> None:
-    """Raises a ValueError if an adapter is asked for whose dropout `disable_dropout` would disable."""
-    if peft_config is not None and as_lora_config(peft_config).lora_dropout:
+def check_dropout(config: LoRAConfig | None) -> None:
+    """Raises a ValueError if an adapter has dropout, which `disable_dropout` would disable."""
+    if config is not None and config.lora_dropout:
         raise ValueError("disable_dropout=True would disable the adapter's lora_dropout; set one of them to 0")
 
 
@@ -179,135 +173,18 @@ def _master_model(trainer: Trainer) -> Model:
     return model if model.adapter is not None else replace(model, params={**learner.untrained, **learner.state.params})
 
 
-LIBRARIES = ("transformers.", "peft.")  # whose own methods are no overrides
-
-
-def own_generate(model: Any) -> Callable[..., Any] | None:
-    """Returns the method `generate` of a model if a script has written it; None for that of a library."""
+def check_generate(model: Any) -> None:
+    """Raises a ValueError if a script has written the method `generate` of its model."""
     models = [model, model.get_base_model()] if hf.is_peft_model(model) else [model]
-    is_own = any("generate" in vars(each) or _is_overridden(type(each)) for each in models)
-    return model.generate if is_own else None
+    if any("generate" in vars(each) or _is_overridden(type(each)) for each in models):
+        raise ValueError(
+            "the model has a method generate of its own, which groupax would never call: sample with it in a "
+            "rollout_func of the trainer, or set use_vllm=True to sample with groupax's engine"
+        )
 
 
 def _is_overridden(cls: type) -> bool:
     function = getattr(cls, "generate", None)
     if function is None or function is hf.CausalLM.generate:
         return False
-    return not str(getattr(function, "__module__", "")).startswith(LIBRARIES)
-
-
-class ModelSampler:
-    """A sampler that calls a model's `generate` for all that it samples, in whole batches.
-
-    Args:
-        generate: The method.
-        engine: Engine of the run, which says how sequences start and end.
-        learner: Learner that computes log-probs of the completions.
-        settings: Settings of the run.
-        pad_id: Token for padding.
-    """
-
-    takes_whole_batches = True
-
-    def __init__(
-        self,
-        generate: Callable[..., Any],
-        engine: PolicySampler,
-        learner: PolicyLearner,
-        settings: GRPOConfig,
-        pad_id: int,
-    ) -> None:
-        self.generate, self.engine, self.learner = generate, engine, learner
-        self.settings, self.pad_id = settings, pad_id
-        self.sequences, self.release = engine.sequences, engine.release
-        self._waiting: list[Completion] = []
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """The weights of the engine; those of the model are the learner's."""
-        return self.engine.params
-
-    @params.setter
-    def params(self, params: dict[str, Any]) -> None:
-        self.engine.params = params
-
-    def session(self) -> "ModelSampler":
-        """Returns a session in which nothing waits."""
-        return ModelSampler(self.generate, self.engine, self.learner, self.settings, self.pad_id)
-
-    @property
-    def busy(self) -> bool:
-        """True while any sequence waits."""
-        return bool(self._waiting)
-
-    def submit(self, sequences: Iterable[Completion]) -> None:
-        """Adds unstarted sequences."""
-        self._waiting += sequences
-
-    def step(self) -> Iterator[tuple[Completion, int]]:
-        """Samples all completions and yields them.
-
-        Raises:
-            ValueError: The tensor that `generate` returns does not fit to the prompts.
-        """
-        rows, self._waiting = sorted(self._waiting, key=lambda row: (row.prompt_index, row.sample_index)), []
-        for row, tokens in zip(rows, self._completions(rows), strict=True):
-            ends = [index for index, token in enumerate(tokens) if token in row.stop_ids]
-            row.tokens = tokens[: ends[0] + 1 if ends else None][: row.params.max_tokens]
-            row.finish_reason = "stop" if row.tokens[-1] in row.stop_ids else "length"
-        logps = self._logps(rows)
-        for row, values in zip(rows, logps, strict=True):
-            row.policy_logps = row.sampler_logps = values.tolist()
-            row.versions = [0] * len(row.tokens)
-            yield row, len(row.tokens)
-
-    def close(self) -> None:
-        """Drops everything that waits."""
-        self._waiting = []
-
-    def _completions(self, rows: Sequence[Completion]) -> list[list[int]]:
-        import torch
-        from transformers import GenerationConfig
-
-        args = self.settings
-        longest = max(len(row.prompt) for row in rows)
-        ids = np.full((len(rows), longest), self.pad_id)
-        mask = np.zeros_like(ids)
-        for index, row in enumerate(rows):
-            ids[index, longest - len(row.prompt) :] = row.prompt
-            mask[index, longest - len(row.prompt) :] = 1
-        config = GenerationConfig(
-            max_new_tokens=args.max_completion_length,
-            do_sample=True,
-            pad_token_id=self.pad_id,
-            eos_token_id=list(rows[0].stop_ids),
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            min_p=args.min_p or None,
-            repetition_penalty=args.repetition_penalty,
-        )
-        with torch.no_grad():
-            inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
-            out = self.generate(**inputs, generation_config=config)
-        if out.ndim != 2 or len(out) != len(rows) or out.shape[1] <= longest:
-            raise ValueError(
-                f"the model's own generate returned {list(out.shape)} for {len(rows)} prompts of {longest} tokens; it "
-                "must return the prompts, each with a completion after it"
-            )
-        return out[:, longest:].tolist()
-
-    def _logps(self, sequences: Sequence[Completion]) -> list[np.ndarray]:
-        """Returns the log-probs of the completions' tokens under the policy."""
-        rows = [
-            Row(
-                group=index,
-                prompt=sequence.prompt,
-                completion=np.asarray(sequence.tokens, np.int32),
-                mask=np.ones(len(sequence.tokens), bool),
-                advantages=np.zeros(len(sequence.tokens), np.float32),
-                rollout_logp=np.zeros(len(sequence.tokens), np.float32),
-            )
-            for index, sequence in enumerate(sequences)
-        ]
-        return self.learner.logprobs(self.learner.policy, rows)[0]
+    return not str(getattr(function, "__module__", "")).startswith(("transformers.", "peft."))

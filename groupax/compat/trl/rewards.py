@@ -39,9 +39,6 @@ def reasoning_accuracy_reward(
 
     Args:
         reasoning_delimiters: Texts that end the reasoning, `</think>` by default; the first one that occurs counts.
-
-    Raises:
-        ImportError: math-verify is not installed.
     """
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
     answers: list[str | None] = []

@@ -18,13 +18,7 @@ REQUIRED = ("completion_ids", "logprobs", "prompt_ids")
 
 
 def as_rollout_function(rollout_func: Callable[..., Any], trainer: Any, columns: Sequence[str]) -> RolloutFunction:
-    """Returns TRL's `rollout_func` as groupax takes it.
-
-    Args:
-        rollout_func: The function.
-        trainer: The trainer that it receives, whose `rollout_request` is what it is to sample, while it runs.
-        columns: Columns that reward functions expect of it.
-    """
+    """Returns TRL's `rollout_func` as groupax takes it; the trainer has the request while the function runs."""
 
     def sample(request: RolloutRequest) -> list[Trajectory]:
         prompts = [copy.deepcopy(row["prompt"]) for row in request.examples for _ in range(request.params.n)]
@@ -45,13 +39,17 @@ def trajectories_of(output: Any) -> list[Trajectory]:
             sampled, and further values for reward functions, as lists or one value for all completions.
 
     Raises:
-        ValueError: It lacks one of the required keys.
+        ValueError: It lacks one of the required keys, or has values for more or fewer completions in another one.
     """
     missing = [key for key in REQUIRED if not isinstance(output, Mapping) or key not in output]
     if missing:
         raise ValueError(f"rollout_func must return keys {missing} in its output dict")
     columns = {key: value for key, value in output.items() if key not in (*REQUIRED, "env_mask")}
-    masks = output.get("env_mask") or [None] * len(output["completion_ids"])
+    masks = output.get("env_mask")
+    masks = [None] * len(output["completion_ids"]) if masks is None else masks
+    counts = {key: len(output[key]) for key in REQUIRED} | {"env_mask": len(masks)}
+    if len({*counts.values()}) > 1:
+        raise ValueError(f"rollout_func must return one value for each completion under every key, returned {counts}")
     rows = zip(output["prompt_ids"], output["completion_ids"], output["logprobs"], masks, strict=True)
     return [
         Trajectory(

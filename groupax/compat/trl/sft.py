@@ -9,14 +9,7 @@ import numpy as np
 
 from groupax.compat.fields import arguments
 from groupax.compat.trl.arguments import TrainingArguments
-from groupax.compat.trl.base import (
-    REFUSED,
-    BaseTrainer,
-    check_optimizers,
-    check_overrides,
-    num_accelerators,
-)
-from groupax.compat.trl.layout import check_output_dir
+from groupax.compat.trl.base import REFUSED, BaseTrainer, num_accelerators
 from groupax.compat.trl.policy import policy_of
 from groupax.compat.trl.streams import is_stream
 from groupax.core.config import SFTConfig as NativeConfig
@@ -52,14 +45,7 @@ _REFUSED = {
 
 @arguments("TRL", inert=_INERT, refused=_REFUSED)
 class SFTConfig(TrainingArguments):
-    """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
-
-    Raises:
-        TypeError: A field is unknown.
-        ValueError: A field cannot be honoured.
-    """
-
-    MAPPINGS: ClassVar[tuple[str, ...]] = (*TrainingArguments.MAPPINGS, "model_init_kwargs")
+    """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason."""
 
     learning_rate: float = 2e-5
     data_seed: int | None = None
@@ -76,10 +62,6 @@ class SFTConfig(TrainingArguments):
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
     loss_type: str = "nll"
-
-    def batch_size(self, num_devices: int = 1) -> int:
-        """Returns the number of sequences of an optimizer step on all devices."""
-        return self.per_device_train_batch_size * num_devices * self.gradient_accumulation_steps
 
     def to_native(self, num_devices: int = 1, steps_per_epoch: int = 1) -> Any:
         """Returns the native config, for a number of devices that `per_device_train_batch_size` applies to.
@@ -99,7 +81,7 @@ class SFTConfig(TrainingArguments):
         settings = {
             "metric_definitions": "trl",
             "seed": self.seed if self.data_seed is None else self.data_seed,
-            "batch_size": self.batch_size(num_devices),
+            "batch_size": self.per_device_train_batch_size * num_devices * self.gradient_accumulation_steps,
             "example_order": ORDERS[self.train_sampling_strategy],
             "drop_last": self.dataloader_drop_last,
             "loss_type": "nll" if self.loss_type == "chunked_nll" else self.loss_type,
@@ -165,6 +147,7 @@ class SFTTrainer(BaseTrainer):
         ValueError: An argument or a setting is not supported by groupax.
     """
 
+    CONFIG = SFTConfig
     REFUSED_OVERRIDES: ClassVar[Mapping[str, str]] = REFUSED | dict.fromkeys(
         ("_prepare_dataset", "log"), "change the dataset before training, and log in a callback's on_log"
     )
@@ -172,7 +155,7 @@ class SFTTrainer(BaseTrainer):
     def __init__(
         self,
         model: Any,
-        args: SFTConfig | None = None,
+        args: Any = None,
         data_collator: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
@@ -183,21 +166,19 @@ class SFTTrainer(BaseTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: Any = None,
         preprocess_logits_for_metrics: Any = None,
+        quantization_config: Any = None,
         peft_config: Any = None,
         formatting_func: Callable[[Any], str] | None = None,
-        quantization_config: Any = None,
     ) -> None:
         given = locals()
         for name, why in REFUSED_ARGUMENTS.items():
             if given[name] is not None:
                 raise ValueError(f"{name} is not supported: {why}")
-        self.args = args = args or SFTConfig(f"{Path(str(getattr(model, 'name', model))).name}-SFT")
-        check_overrides(self, SFTTrainer)
-        check_optimizers(optimizers)
-        check_output_dir(args.output_dir)
+        args = self._check(SFTTrainer, model, args, optimizers)
         num_devices = num_accelerators()
         policy = policy_of(model, args, quantization_config, peft_config)
-        settings = self._prepare(args, args.to_native(num_devices), callbacks)
+        settings = replace(args.to_native(num_devices), base_weights=policy.weights)
+        settings = self._prepare(args, settings, callbacks)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._formatting_func = formatting_func
         if formatting_func is not None and args.completion_only_loss:
@@ -232,11 +213,7 @@ class SFTTrainer(BaseTrainer):
         return self._rows(dataset)
 
     def _rows(self, dataset: Any) -> Any:
-        """Returns a dataset as the native trainer takes it, with formatted texts.
-
-        Raises:
-            ValueError: It is a stream.
-        """
+        """Returns a dataset as the native trainer takes it, with formatted texts."""
         if dataset is None or isinstance(dataset, (str, Path)):
             return dataset
         if is_stream(dataset):

@@ -24,19 +24,13 @@ def is_stream(dataset: Any) -> bool:
 
 
 def check_streams(args: Any, *datasets: Any) -> None:
-    """Sets what TRL's trainer sets in its config if there are streams.
-
-    Raises:
-        ValueError: The settings of data loaders exclude streams.
-    """
+    """Sets what TRL's trainer sets in its config if there are streams."""
     sets = [each for dataset in datasets for each in (dataset.values() if isinstance(dataset, Mapping) else [dataset])]
     if not any(map(is_stream, sets)):
         return
     given = args.accelerator_config
-    given = (
-        SimpleNamespace(**parse_mapping(given, "accelerator_config")) if isinstance(given, (str, Mapping)) else given
-    )
-    if getattr(given, "dispatch_batches", False):
+    given = vars(given) if hasattr(given, "__dict__") else parse_mapping(given, "accelerator_config")
+    if given.get("dispatch_batches"):
         raise ValueError(
             "Iterable datasets require `dispatch_batches=False`, but accelerator_config has dispatch_batches=True; "
             "leave it out"
@@ -87,11 +81,7 @@ def training_rows(stream: Any, args: Any, schedule: TRLSchedule) -> list[Any]:
 
 
 def evaluation_rows(dataset: Any) -> Any:
-    """Returns an evaluation set, or several by name, with the rows of streams in memory.
-
-    Raises:
-        ValueError: A stream has too many rows.
-    """
+    """Returns an evaluation set, or several by name, with the rows of streams in memory."""
     if isinstance(dataset, Mapping):
         return {name: evaluation_rows(each) for name, each in dataset.items()}
     if not is_stream(dataset):

@@ -3,21 +3,16 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
-
-import jax.numpy as jnp
-import numpy as np
 
 from groupax.compat import hf
 from groupax.compat.fields import warn
 from groupax.compat.trl.arguments import TrainingArguments
-from groupax.compat.trl.base import BaseTrainer, check_optimizers, check_overrides, num_accelerators
+from groupax.compat.trl.base import BaseTrainer, num_accelerators
 from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig, OnlineConfig, RLOOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
-from groupax.compat.trl.layout import check_output_dir
-from groupax.compat.trl.policy import check_dropout, own_generate, policy_of
+from groupax.compat.trl.policy import check_dropout, check_generate, policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.compat.trl.streams import check_streams, evaluation_rows, is_stream, training_rows
 from groupax.core.settings.fields import nearest
@@ -27,8 +22,7 @@ from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
 from groupax.evaluation.items import ONLY_SET
 from groupax.events import Event, RolloutScored
-from groupax.objective.entropy import top_entropy_threshold
-from groupax.objective.losses import on_policy_tokens
+from groupax.models.lora import as_lora_config
 from groupax.training.step import router_loss_coef
 
 logger = logging.getLogger(__name__)
@@ -80,16 +74,12 @@ class GRPOTrainer(BaseTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
         tools: Sequence[Any] | None = None,
-        environment_factory: Any = None,
         rollout_func: Any = None,
+        environment_factory: Any = None,
     ) -> None:
-        name = Path(str(getattr(model, "name", model))).name
-        self.args = args = args or self.CONFIG(f"{name}-{self.CONFIG.__name__.removesuffix('Config')}")
-        check_overrides(self, GRPOTrainer)
-        check_optimizers(optimizers)
-        check_output_dir(args.output_dir)
-        if args.disable_dropout:
-            check_dropout(peft_config)
+        args = self._check(GRPOTrainer, model, args, optimizers)
+        if args.disable_dropout and peft_config is not None:
+            check_dropout(as_lora_config(peft_config))
         num_devices = num_accelerators()
         policy = policy_of(model, args, quantization_config, peft_config, args.beta)
         self._agents = agents = Agents(tools, environment_factory)
@@ -101,15 +91,15 @@ class GRPOTrainer(BaseTrainer):
         schedule = args.schedule(num_devices)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         check_streams(args, train_dataset, eval_dataset)
-        streaming: dict[str, Any] = {}
+        own: dict[str, Any] = {"base_weights": policy.weights}
         if is_stream(train_dataset):
             train_dataset = training_rows(train_dataset, args, schedule)
-            streaming = {"prompt_order": "dataset"}
+            own["prompt_order"] = "dataset"
         train_dataset, has_prompts = agents.rows(train_dataset, args.max_steps, schedule.prompts_per_rollout)
         examples = load_examples(train_dataset, may_have_images=True)
         self.rollout_func, self.rollout_request = rollout_func, None
         settings = args.to_native(num_devices, len(examples))
-        settings = self._prepare(args, replace(settings, **streaming), callbacks)
+        settings = self._prepare(args, replace(settings, **own), callbacks)
         arguments = _template_kwargs(settings.chat_template_kwargs, processing_class, policy.model)
         settings = replace(settings, chat_template_kwargs=arguments)
         if settings.reward_weights is not None:  # those of environments are 1
@@ -128,9 +118,12 @@ class GRPOTrainer(BaseTrainer):
             self._listeners,
             tools=agents.tools,
             environments=agents.environments(has_prompts),
-            rollout_func=self._rollout_function(rewards, examples),
+            rollout_func=rollout_func
+            and as_rollout_function(rollout_func, self, expected_columns(rewards, list(examples[0]))),
             revise_line=None if type(self).log is GRPOTrainer.log else self._revise,
         )
+        if args.disable_dropout and self.native.model.adapter is not None:
+            check_dropout(self.native.model.adapter.config)
         self.native.eval_batch_size = args.per_device_eval_batch_size * num_devices
         self.reward_funcs = [*rewards, *map(owned_reward, agents.reward_classes)]
         self._finish(policy, has_eval_sets=bool(self.native.eval_prompts))
@@ -153,19 +146,15 @@ class GRPOTrainer(BaseTrainer):
         rows = [trainer.prompts.examples[index] for index in trainer.collector.visited(first, num_prompts)]
         return self._agents.environments_of(rows, trainer.args.num_generations)
 
-    def _choose_sampler(self) -> None:
-        """Has the model sample itself, as in TRL, if the script has given it a method `generate` of its own."""
-        self.native.sample_with(None if self.args.use_vllm else own_generate(self.model))
+    def _check_sampler(self) -> None:
+        """Checks that the model has no method `generate` of its own, with which TRL would sample."""
+        if not self.args.use_vllm and self.rollout_func is None:
+            check_generate(self.model)
 
     def _pace(self) -> tuple[int, int]:
         """Returns the optimizer steps of an epoch, and the completions of a step."""
         schedule = self.native.schedule
         return schedule.num_steps(len(self.native.prompts), 1, -1), schedule.rows_per_step
-
-    def _rollout_function(self, rewards: Sequence[Any], examples: Any) -> Any:
-        if self.rollout_func is None:
-            return None
-        return as_rollout_function(self.rollout_func, self, expected_columns(rewards, list(examples[0])))
 
     def _evaluations(self, dataset: Any, prefix: str) -> list[dict[str, float]]:
         """Returns the metrics of each set, whose prompts have `num_generations_eval` completions."""
@@ -207,24 +196,6 @@ class GRPOTrainer(BaseTrainer):
         learner = self.native.learner
         return bool(learner.config.experts) and router_loss_coef(learner.config, learner.settings.objective) != 0
 
-    def get_high_entropy_mask(self, entropies: Any, mask: Any, threshold: float) -> Any:
-        """Returns which tokens of a mask, [B, T], have an entropy of at least a quantile of all of them."""
-        counted = mask.bool()
-        bound = top_entropy_threshold([entropies[counted].float().cpu().numpy()], 1.0 - threshold)
-        return (entropies >= entropies.new_tensor(bound)) & counted
-
-    @staticmethod
-    def get_off_policy_mask(
-        advantages: Any, per_token_logps: Any, sampling_per_token_logps: Any, mask: Any, off_policy_threshold: float
-    ) -> Any:
-        """Returns 1 for the rows of PyTorch's tensors that `off_policy_mask_threshold` keeps, 0 for others, [B, 1]."""
-        given = advantages, per_token_logps, sampling_per_token_logps, mask
-        advantage, policy, sampled, counted = (jnp.asarray(each.detach().cpu().numpy()) for each in given)
-        sampled = jnp.where(jnp.isnan(sampled), policy, sampled)  # what is unknown has not drifted
-        advantage = jnp.broadcast_to(advantage, policy.shape)
-        kept = on_policy_tokens(policy, sampled, advantage, counted != 0, off_policy_threshold)
-        return mask.new_tensor(np.asarray(kept[:, :1]), dtype=mask.dtype)
-
 
 class RLOOTrainer(GRPOTrainer):
     """TRL's trainer of REINFORCE with a leave-one-out baseline, with the arguments of `GRPOTrainer`."""
@@ -233,11 +204,7 @@ class RLOOTrainer(GRPOTrainer):
 
 
 def _one_per_reward(tokenizers: Any, num_rewards: int) -> list[Any]:
-    """Returns the tokenizers of reward models as a list, None for those that are not given.
-
-    Raises:
-        ValueError: There are more or fewer of them than reward functions.
-    """
+    """Returns the tokenizers of reward models as a list, None for those that are not given."""
     if tokenizers is None:
         return [None] * num_rewards
     each = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]

@@ -62,10 +62,6 @@ def parsed(kind: type[T], name: str, arguments: Sequence[str], default: T | None
         name: Name of the command, e.g. "train".
         arguments: The arguments that follow it on the command line.
         default: An instance with the default values of the options; None takes the defaults of the fields.
-
-    Raises:
-        ValueError: An option does not exist, is missing or has a wrong value; says what is nearest, or expected.
-        SystemExit: The help was printed.
     """
     asked = next((index for index, each in enumerate(arguments) if each in ("-h", "--help")), None)
     shown = kind if default is None else default
@@ -151,11 +147,7 @@ def _made(kind: Any, default: Any, given: Mapping[str, Any]) -> Any:
 
 
 def options(record: Any) -> Iterator[Option]:
-    """Yields the fields of a dataclass, such as a command or a record of settings, as options.
-
-    Args:
-        record: The record with its values, or its class with the defaults.
-    """
+    """Yields the fields of a command or a record of settings, with its values or as a class, as options."""
     kind = record if isinstance(record, type) else type(record)
     texts = descriptions(kind)
     for each in fields(record):
@@ -179,11 +171,7 @@ def _unwrapped(kind: Any) -> Any:
 
 
 def common_options(command: Any) -> dict[str, list[Option]]:
-    """Returns the options of a command by topic: those of its own, then the settings of `COMMON` that it has.
-
-    Args:
-        command: The command with the defaults to show, a dataclass whose field `args` has the settings.
-    """
+    """Returns the options of a command by topic: those of its own, then the settings of `COMMON` in its `args`."""
     own = [option for option in options(command) if option.name != "args" and not option.is_positional]
     taken = {option.name for option in own}
     settings = {option.name: option for option in options(command.args) if option.name not in taken}
@@ -192,13 +180,7 @@ def common_options(command: Any) -> dict[str, list[Option]]:
 
 
 def help_text(command: Any, name: str, is_whole: bool = False) -> str:
-    """Returns the help of a command.
-
-    Args:
-        command: The command with its defaults, or its class.
-        name: Name of the command, e.g. "train".
-        is_whole: Whether to describe all options of a command that has a field `args` with settings.
-    """
+    """Returns the help of a command, an instance with its defaults or its class; `is_whole` describes all settings."""
     kind = command if isinstance(command, type) else type(command)
     command = kind() if command is kind and "args" in kind.__dataclass_fields__ else command
     width = min(shutil.get_terminal_size().columns, 110)
@@ -250,7 +232,7 @@ def _lines(option: Option, width: int, is_brief: bool) -> list[str]:
         alias = f", {option.alias}" * bool(option.alias)
         flag = f"{flag}{alias} {_metavar(option.name, option.kind)}".rstrip()
     default = f" ({shown})" if (shown := _default(option)) else ""
-    text = first_sentence(option.text) if is_brief else option.text
+    text = _SENTENCE_END.split(option.text, maxsplit=1)[0].rstrip(".") if is_brief else option.text
     lines = textwrap.wrap(text + default, max(width - INDENT, 24)) or [""]
     first = flag if len(flag) > INDENT - 2 else flag.ljust(INDENT) + lines.pop(0)
     return [first, *(" " * INDENT + line for line in lines)]
@@ -278,10 +260,8 @@ def _default(option: Option) -> str:
         return f"off with --no_{option.name}"
     if value in (None, (), {}) or value is False:
         return ""
-    shown = (
-        " ".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else value
-    )
-    return f"default {shown}"
+    shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+    return f"default {f'{value:g}' if isinstance(value, float) else shown}"
 
 
 # -- descriptions
@@ -295,11 +275,6 @@ def descriptions(record: type) -> dict[str, str]:
         if is_dataclass(each):
             found |= _class_descriptions(each.__module__).get(each.__qualname__, {})
     return {each.name: found[each.name] for each in fields(record) if each.name in found}
-
-
-def first_sentence(text: str) -> str:
-    """Returns the first sentence of a description, without its full stop."""
-    return _SENTENCE_END.split(text, maxsplit=1)[0].rstrip(".")
 
 
 def parts(record: Any) -> list[type]:

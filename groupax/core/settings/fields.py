@@ -23,21 +23,13 @@ _NUMBERS = {int: numbers.Integral, float: numbers.Real}
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """The numbers that a setting may be; infinite ones and NaN are never allowed.
+    """The numbers that a setting may be; infinite ones and NaN are never allowed."""
 
-    Attributes:
-        low: Smallest allowed number.
-        high: Largest allowed number, or with `is_open` the upper limit; infinite for no limit.
-        is_open: Whether `high` itself is excluded.
-        also: One more allowed number.
-        because: Reason of the limits, for error messages.
-    """
-
-    low: int | float = 0
-    high: int | float = math.inf
-    is_open: bool = False
-    also: int | float | None = None
-    because: str = ""
+    low: int | float = 0  # smallest allowed number
+    high: int | float = math.inf  # largest allowed number; infinite for no limit
+    is_open: bool = False  # `high` itself is excluded
+    also: int | float | None = None  # one more allowed number
+    because: str = ""  # reason of the limits, for error messages
 
     def has(self, number: int | float) -> bool:
         """Returns whether the number is in the range."""
@@ -70,11 +62,7 @@ def like(record: type, name: str, **changes: Any) -> Any:
 
 
 def check_range(field: dataclasses.Field[Any], value: Any) -> None:
-    """Checks that a setting is in the range of its field, if the field has one.
-
-    Raises:
-        ValueError: The value is outside; names the setting, the value, the range and the default.
-    """
+    """Raises a ValueError if a setting is outside of the range of its field."""
     allowed, is_list = field.metadata.get("range"), isinstance(value, tuple)
     if allowed is None or value is None or all(map(allowed.has, value if is_list else (value,))):
         return
@@ -86,22 +74,14 @@ def check_range(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def check_text(name: str, value: Any) -> None:
-    """Checks that a setting's texts are not empty, and that the system can use them.
-
-    Raises:
-        ValueError: A text is empty or contains the character NUL.
-    """
+    """Raises a ValueError if a setting's text is empty or has a NUL, which the system cannot use."""
     for text in value if isinstance(value, tuple) else (value,):
         if isinstance(text, str) and (not text.strip() or "\0" in text):
             raise ValueError(f"{name} must not be an empty text, got {text!r}; leave it out for its default")
 
 
 def check_json(value: Any, where: str) -> None:
-    """Checks that a value can be written as JSON in UTF-8.
-
-    Raises:
-        ValueError: It cannot.
-    """
+    """Raises a ValueError if a value cannot be written as JSON in UTF-8."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -124,28 +104,15 @@ def shown(value: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Returns "; did you mean ...?" with the known names nearest to an unknown one, or an empty text.
-
-    Args:
-        name: The unknown name.
-        known: Names that there are.
-        prefix: What is written before each of them.
-    """
+    """Returns "; did you mean ...?" with the known names nearest to an unknown one, each after a prefix; or nothing."""
     matches = difflib.get_close_matches(name, list(known), n=2)
     return f"; did you mean {' or '.join(prefix + match for match in matches)}?" if matches else ""
 
 
 def check_type(name: str, value: Any, kind: Any) -> None:
-    """Checks that a setting has a value of its field's type.
+    """Raises a ValueError if the value of a setting does not have its field's type.
 
-    Args:
-        name: Name of the setting.
-        value: Value of the setting.
-        kind: Annotation of the field: bool, int, float, str, Path, None, literals, tuples of these, mappings,
-            functions, and unions.
-
-    Raises:
-        ValueError: The value has another type.
+    Types are bool, int, float, str, Path, None, literals, tuples of these, mappings, functions, and unions.
     """
     if _fits(value, kind):
         return
@@ -188,8 +155,7 @@ def as_read(value: Any, kind: Any) -> Any:
 def from_texts(texts: Sequence[str], kind: Any) -> Any:
     """Converts the texts that follow a flag to a value of its type, or to one that `check_type` refuses.
 
-    Raises:
-        ValueError: A mapping is not written as JSON, or a key has no value.
+    Raises a ValueError if a mapping is not written as JSON, or a key has no value.
     """
     kinds = kinds_of(kind)
     if get_origin(kind) is dict:
@@ -242,11 +208,7 @@ def _from_text(text: str, kinds: Sequence[Any]) -> Any:
 
 
 def read_mapping(text: str) -> dict[str, Any]:
-    """Returns the mapping that a flag has as JSON.
-
-    Raises:
-        ValueError: It is no JSON object.
-    """
+    """Returns the mapping that a flag has as JSON."""
     example = """e.g. '{"enable_thinking": false}'"""
     try:
         value = json.loads(text)

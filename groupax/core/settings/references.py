@@ -31,14 +31,8 @@ class Bound:
 def resolve(setting: str, value: Any, builtin: Mapping[str, Any], arguments: Sequence[str]) -> Any:
     """Returns what a setting names: a built-in, the object that a reference loads, or the given object itself.
 
-    Args:
-        setting: name of the setting, for errors.
-        value: a name, a reference, or the object itself.
-        builtin: what there is by name.
-        arguments: names of the positional arguments that it is called with.
-
-    Raises:
-        ValueError: there is no such object, it does not have the options, or it cannot be called like this.
+    Raises a ValueError if there is no such object, if it does not have the options, or if it cannot be called with
+    positional arguments of these names.
     """
     if isinstance(value, str) and value in builtin:
         return builtin[value]
@@ -69,11 +63,7 @@ def _load(setting: str, reference: str, builtin: Mapping[str, Any]) -> Any:
 
 
 def bind(setting: str, function: Any, options: Mapping[str, Any]) -> Any:
-    """Returns the function with these options set; an object with a method `bind` does so itself.
-
-    Raises:
-        ValueError: the function does not have such an option; names the nearest one.
-    """
+    """Returns the function with these options set; an object with a method `bind` does so itself."""
     if hasattr(function, "bind"):
         return function.bind(setting, options)
     known = inspect.signature(function).parameters
@@ -93,22 +83,17 @@ def _hashable(value: Any) -> Any:
 
 def reference_to(value: Any) -> str:
     """Returns the "module:name" of a function, with the options that are set on it; of another object its text."""
+    if isinstance(value, Bound):
+        value = functools.partial(value.function, **dict(value.options))
     if isinstance(value, functools.partial):
         options = [*map(repr, value.args), *(f"{name}={option!r}" for name, option in value.keywords.items())]
         return f"{reference_to(value.func)}({', '.join(options)})"
-    if isinstance(value, Bound):
-        options = [f"{name}={option!r}" for name, option in value.options]
-        return f"{reference_to(value.function)}({', '.join(options)})"
     name = getattr(value, "__qualname__", None)
     return f"{value.__module__}:{name}" if name else str(value)
 
 
 def parse_call(what: str, reference: str) -> tuple[str, dict[str, Any], dict[str, str]]:
-    """Returns the name, the literal options and the bare words of "name(option=1, argument=word)".
-
-    Raises:
-        ValueError: it is not written like this.
-    """
+    """Returns the name, the literal options and the bare words of "name(option=1, argument=word)"."""
     name, bracket, rest = reference.partition("(")
     if not bracket:
         return reference, {}, {}
@@ -131,31 +116,20 @@ def parse_call(what: str, reference: str) -> tuple[str, dict[str, Any], dict[str
 
 
 def import_attribute(what: str, name: str) -> Any:
-    """Returns the object of a "module:attribute" reference.
-
-    Args:
-        what: the kind of object or the name of the setting, for errors.
-        name: the reference.
-
-    Raises:
-        ValueError: there is no such module or attribute; says where modules are searched for, or what is similar.
-    """
+    """Returns the object of a "module:attribute" reference; an error says what it is and what is similar."""
     module, _, attribute = name.partition(":")
     if module.endswith(".py") or "/" in module:
         dotted = module.removesuffix(".py").strip("./").replace("/", ".")
         raise ValueError(f"{what} {name!r} names a file; name the module, without .py: '{dotted}:{attribute}'")
     try:
         found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):  # one that the module itself imports
-            raise ValueError(f"{what} {name!r} cannot be imported: {error}") from error
-        local_modules = [path.stem for path in Path().glob("*.py")]
-        raise ValueError(
-            f"{what} {name!r} cannot be imported: there is no module {error.name!r} in the current folder "
-            f"({Path.cwd()}), in PYTHONPATH or among the installed packages{nearest(error.name, local_modules)}"
-        ) from error
     except ImportError as error:
-        raise ValueError(f"{what} {name!r} cannot be imported: {error}") from error
+        reason = str(error)
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):  # not one it imports
+            near = nearest(error.name or "", [path.stem for path in Path().glob("*.py")])
+            reason = f"there is no module {error.name!r} in the current folder ({Path.cwd()}), in PYTHONPATH or among "
+            reason += f"the installed packages{near}"
+        raise ValueError(f"{what} {name!r} cannot be imported: {reason}") from error
     if not hasattr(found, attribute):
         functions = [each for each, value in vars(found).items() if callable(value) and not each.startswith("_")]
         have = f"; it has {', '.join(functions[:8])}" if functions else ""

@@ -11,36 +11,14 @@ from groupax.core.terminal.printable import short_repr
 
 # Names that groupax passes to a template itself, and parameters of `apply_chat_template` that no template reads.
 RESERVED = (
-    "messages",
-    "conversation",
-    "conversations",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tools",
-    "documents",
-    "tokenize",
-    "tokenizer_kwargs",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "sanitize_control_tokens",
+    *("messages", "conversation", "conversations", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("tools", "documents", "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "sanitize_control_tokens"),
 )
 
 
 def check_template_kwargs(kwargs: Any, name: str) -> None:
-    """Checks that arguments for a chat template are named JSON values that a user may set.
-
-    Args:
-        kwargs: Arguments by name.
-        name: Name of the arguments in an error.
-
-    Raises:
-        ValueError: They are not a mapping of names, one of the names is reserved, or a value is not valid JSON.
-    """
+    """Raises a ValueError, with their name, if arguments for a chat template are no JSON values that a user may set."""
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
         raise ValueError(
             f"{name} must be a mapping of names to values, e.g. {{'enable_thinking': False}}, got {kwargs!r}"

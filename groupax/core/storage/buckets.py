@@ -1,6 +1,7 @@
 """Folders of runs in buckets (`s3://`, `gs://`), through fsspec. Imports nothing of groupax and no jax."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,15 +18,10 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 class RemoteFolder:
-    """A folder at a URL. Names of its files are relative to it.
+    """A folder at a URL such as "s3://bucket/runs/one". Names of its files are relative to it.
 
-    Credentials and endpoint are those of the cloud's own tools (`AWS_*`, `GOOGLE_APPLICATION_CREDENTIALS`).
-
-    Args:
-        url: URL such as "s3://bucket/runs/one".
-
-    Raises:
-        ValueError: The URL's protocol is unknown, or its client is not installed.
+    Credentials and endpoint are those of the cloud's own tools (`AWS_*`, `GOOGLE_APPLICATION_CREDENTIALS`). Raises a
+    ValueError if the URL's protocol is unknown, or its client not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -48,11 +44,7 @@ class RemoteFolder:
         return f"{self.url}/{name}"
 
     def check(self) -> None:
-        """Checks that the folder is writable.
-
-        Raises:
-            OSError: It is not.
-        """
+        """Raises an OSError if the folder is not writable."""
         self._call("pipe_file", ".writable", b"")
         self._call("rm_file", ".writable")
 
@@ -95,10 +87,8 @@ class RemoteFolder:
 
     def move_all_aside(self) -> str:
         """Moves the folder to the first free URL of `URL.1`, `URL.2`, ..., and returns that URL."""
-        number = 1
         with _as_os_error(self.url):
-            while self.files.exists(f"{self.root}.{number}"):
-                number += 1
+            number = next(each for each in itertools.count(1) if not self.files.exists(f"{self.root}.{each}"))
         self._move(self.root, f"{self.root}.{number}")
         return f"{self.url}.{number}"
 

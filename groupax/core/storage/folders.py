@@ -4,7 +4,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,11 +51,7 @@ def run_folder_in(folder: Path) -> Path:
 def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
     """Returns the local folder of a model: the path itself, or a download from the hub.
 
-    Args:
-        name_or_path: Folder, or hub id, which may end in "@" and a branch, tag or commit.
-
-    Raises:
-        ValueError: There is no such model folder and the hub has no such model, or a link leads out of the folder.
+    A hub id may end in "@" and a branch, tag or commit.
     """
     folder = local_folder(name_or_path)
     if folder is not None:
@@ -73,8 +70,7 @@ def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
 def local_folder(name_or_path: str | os.PathLike[str]) -> Path | None:
     """Returns the folder of a model on this machine; None for a hub id, which is not looked up.
 
-    Raises:
-        ValueError: The name is neither a hub id nor that of a model folder, or a link leads out of the folder.
+    Raises a ValueError for other names, and for a folder with a link that leads out of it.
     """
     if "\0" in str(name_or_path):
         raise ValueError(f"{str(name_or_path)!r} is neither a model folder nor a hub id: it has a null character")
@@ -115,18 +111,15 @@ def list_names(names: Iterable[str]) -> str:
 
 
 def check_links(folder: Path) -> None:
-    """Refuses a folder with a link to a file outside of it, whose contents could otherwise be shown or copied.
+    """Raises a ValueError for a link to a file outside of a folder, whose contents could otherwise be shown or copied.
 
     The hub's cache consists of links to files in `blobs` of the same repository; those are allowed.
-
-    Raises:
-        ValueError: A link leads out of the folder.
     """
     own = folder.resolve()
     allowed = [own, (own.parents[1] / "blobs").resolve()] if own.parent.name == "snapshots" else [own]
     for entry in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         if READ.fullmatch(entry.name) and entry.is_symlink():
-            target = entry.resolve()
+            target = Path(os.path.realpath(entry))  # of a loop of links one of them, which cannot be opened
             if not any(target.is_relative_to(each) for each in allowed):
                 raise ValueError(
                     f"{folder / entry.name} is a link out of the model's folder (to {target}); replace it by a copy of "
@@ -135,11 +128,7 @@ def check_links(folder: Path) -> None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Opens a file of a folder that somebody else may have filled, which may have pipes and devices in place of files.
-
-    Raises:
-        OSError: It cannot be opened, or is not a regular file.
-    """
+    """Opens a file of a folder that somebody else may have filled; raises an OSError for pipes and devices."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -148,11 +137,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Returns the content of a file (see `open_file`).
-
-    Raises:
-        OSError: It cannot be read, is not a regular file, or has more than `max_bytes`.
-    """
+    """Returns the content of a file (see `open_file`); raises an OSError if it has more than `max_bytes`."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         content = b"" if size > max_bytes else file.read(max_bytes + 1)
@@ -164,9 +149,7 @@ def read_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file.
 
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is not a JSON object, is not a regular file, or exceeds `MAX_JSON_BYTES`.
+    Raises a FileNotFoundError if there is none, and a ValueError if it is no JSON object or exceeds `MAX_JSON_BYTES`.
     """
     try:
         content = json.loads(read_file(path).decode())
@@ -186,3 +169,25 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes an object with sorted keys."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def replacing_file(path: Path) -> Iterator[Path]:
+    """Yields a hidden file to write, which takes the place of another when the block ends, and none if it fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def sync_to_disk(path: Path) -> None:
+    """Flushes a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

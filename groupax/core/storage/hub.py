@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 from groupax.core.errors import RunError
 from groupax.core.storage.replacing import MANIFEST
@@ -12,19 +11,18 @@ def push_folder(folder: str | os.PathLike[str], repo_id: str, private: bool = Tr
     """Uploads a folder as a model repository, which is created if there is none, and returns its URL.
 
     The token is that of the environment (HF_TOKEN) or of `hf auth login`. An interrupted upload resumes when it is
-    called again: files that have arrived are not sent twice.
-
-    Args:
-        folder: Folder of a model or an adapter.
-        repo_id: "owner/name", or a name in the token's own namespace.
-        private: Whether a new repository is private; an existing one stays as it is.
+    called again: files that have arrived are not sent twice. A repository that exists stays private or public.
 
     Raises:
         ValueError: There is no such folder or no token, or the hub refuses the token, the name or the permission.
         RunError: The hub is unreachable, or the connection was lost.
     """
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage]
+    )
 
     folder = Path(folder)
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
@@ -38,27 +36,20 @@ def push_folder(folder: str | os.PathLike[str], repo_id: str, private: bool = Tr
             repo_id=url.repo_id,
             folder_path=folder,
             commit_message=f"Upload {folder.name} with groupax",
-            ignore_patterns=[MANIFEST, ".*.partial-*"],
+            ignore_patterns=[MANIFEST, ".*.partial*"],
         )
     except HFValidationError as error:
         raise ValueError(f"{repo_id!r} is not a valid repository name: {error}") from error
     except (HTTPError, ConnectionError, RuntimeError) as error:  # the client raises RuntimeError for failed uploads
-        raise _upload_error(error, folder, repo_id) from error
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
+            raise ValueError(
+                f"the hub refuses the upload to {repo_id} (status {error.response.status_code}: "
+                f"{error.server_message or 'no message'}); check that HF_TOKEN may write there"
+            ) from error
+        cause = error.__cause__ or error
+        reason = getattr(error, "server_message", None) or f"{type(cause).__name__}: {cause}"
+        raise RunError(
+            f"the upload of {folder} to {repo_id} was interrupted ({reason}). Nothing is lost: the "
+            "folder is unchanged, and the same command resumes the upload"
+        ) from error
     return str(url)
-
-
-def _upload_error(error: Any, folder: Path, repo_id: str) -> ValueError | RunError:
-    """Returns the error to raise: one for the user to fix, or one that a second attempt may fix."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
-        return ValueError(
-            f"the hub refuses the upload to {repo_id} (status {error.response.status_code}: "
-            f"{error.server_message or 'no message'}); check that HF_TOKEN may write there"
-        )
-    cause = error.__cause__ or error
-    reason = getattr(error, "server_message", None) or f"{type(cause).__name__}: {cause}"
-    return RunError(
-        f"the upload of {folder} to {repo_id} was interrupted ({reason}). Nothing is lost: the "
-        "folder is unchanged, and the same command resumes the upload"
-    )

@@ -16,25 +16,16 @@ MAX_SIZE = 2**31 - 1  # the range of an int32 index
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value that a key of a file may have.
+    """A kind of value that a key of a file may have."""
 
-    Attributes:
-        description: Description of the values in an error message.
-        accepts: Returns whether a value is of this kind.
-        is_number: Whether the values are floats, for which files may have integers.
-    """
-
-    description: str
-    accepts: Callable[[Any], bool]
-    is_number: bool = False
+    description: str  # of the values, in an error message
+    accepts: Callable[[Any], bool]  # returns whether a value is of this kind
+    is_number: bool = False  # the values are floats, for which files may have integers
 
     def or_null(self) -> "Kind":
         """Returns the kind that also allows null."""
-        return replace(
-            self,
-            description=f"{self.description}, or null",
-            accepts=lambda value: value is None or self.accepts(value),
-        )
+        text = f"{self.description}, or null"
+        return replace(self, description=text, accepts=lambda value: value is None or self.accepts(value))
 
 
 def is_integer(value: Any, low: int, high: int) -> bool:
@@ -177,15 +168,9 @@ GENERATION = _table(
 
 
 def validate(content: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> dict[str, Any]:
-    """Returns the content of a file after checking its values; numbers become floats.
+    """Returns the content of a file, or of a table in it, after checking its values; numbers become floats.
 
-    Args:
-        content: Content of the file, or of a table in it.
-        kinds: Kinds of some keys; the others may have any value.
-        where: Name of the file or the table in an error.
-
-    Raises:
-        ValueError: A value is not of its key's kind.
+    Raises a ValueError that names `where` if a value is not of its key's kind; a key without one may have any value.
     """
     for key, kind in kinds.items():
         if key in content and not kind.accepts(content[key]):
@@ -195,11 +180,7 @@ def validate(content: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) 
 
 
 def validate_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a parsed `config.json` after checking its values; flags that are null become false.
-
-    Raises:
-        ValueError: A value, possibly one of the rotary parameters, is not of its key's kind.
-    """
+    """Returns a parsed `config.json` after checking its values; flags that are null become false."""
     flags = {key: False for key, value in hf.items() if value is None and CONFIG.get(key) is FLAG}
     tables = {
         name: _validate_rope(hf[name], f"{name} of config.json")

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from groupax.core.storage.folders import list_names, read_json, write_json
+from groupax.core.storage.folders import list_names, read_json, replacing_file, sync_to_disk, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -51,19 +51,18 @@ def _read_manifest(folder: Path) -> dict[str, str]:
 
     Names that lead out of the folder are left out.
     """
-    if not (folder / MANIFEST).is_file() or (folder / MANIFEST).is_symlink():
+    if (folder / MANIFEST).is_symlink():
         return {}
     try:
         files = read_json(folder / MANIFEST).get("files")
-    except ValueError:  # then no file in the folder is known to be ours
+    except (FileNotFoundError, ValueError):  # then no file in the folder is known to be ours
         return {}
-    files = files if isinstance(files, dict) else {}
-    return {name: str(mark) for name, mark in files.items() if _is_inside(name)}
 
+    def is_inside(name: str) -> bool:
+        path = PurePosixPath(name)
+        return bool(path.parts) and "\0" not in name and not path.is_absolute() and ".." not in path.parts
 
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return bool(path.parts) and "\0" not in name and not path.is_absolute() and ".." not in path.parts
+    return {name: str(mark) for name, mark in files.items() if is_inside(name)} if isinstance(files, dict) else {}
 
 
 def _is_unchanged(path: Path, mark: str) -> bool:
@@ -84,24 +83,19 @@ def _fingerprint(path: Path) -> str:
 
 def _write_manifest(folder: Path, files: Mapping[str, str]) -> None:
     about = "Files of a model that groupax wrote. The folder is written over only as long as it has no others."
-    partial = folder / f"{MANIFEST}.partial-{secrets.token_hex(4)}"
-    write_json(partial, {"about": about, "files": dict(files)})
-    partial.replace(folder / MANIFEST)
+    with replacing_file(folder / MANIFEST) as partial:
+        write_json(partial, {"about": about, "files": dict(files)})
 
 
 # -- folders that are groupax's
 
 
 def check_destination(folder: Path, sources: Collection[Path] = ()) -> None:
-    """Refuses a folder into which a model cannot be written without losing something.
-
-    Args:
-        folder: Destination, which need not exist.
-        sources: Folders that the model was read from.
+    """Refuses a folder, which need not exist, into which a model cannot be written without losing something.
 
     Raises:
         ForeignFilesError: The folder has files of another origin.
-        ValueError: The folder is or contains the working directory, or it overlaps with a source.
+        ValueError: The folder is or contains the working directory, or it overlaps with a source of the model.
     """
     folder = _resolved(folder)
     check_disjoint(folder, sources)
@@ -136,11 +130,7 @@ def is_replaceable(folder: Path) -> bool:
 
 
 def check_disjoint(folder: Path, sources: Collection[Path]) -> None:
-    """Refuses a folder that is one of a model's sources, is inside one, or contains one, under any name.
-
-    Raises:
-        ValueError: The folder overlaps with a source.
-    """
+    """Raises a ValueError for a folder that is one of a model's sources, is inside one, or contains one."""
 
     def contains(outer: Path, inner: Path) -> bool:
         return outer.exists() and any(each.exists() and each.samefile(outer) for each in (inner, *inner.parents))
@@ -183,7 +173,7 @@ def replacing_folder(folder: Path, sources: Collection[Path] = ()) -> Iterator[P
                 shutil.copy2(folder / CARD, partial / CARD)
             shutil.copymode(folder, partial)
             for name in _files_below(partial):
-                _fsync(partial / name)
+                sync_to_disk(partial / name)
             _exchange(partial, folder)
         else:
             partial.replace(folder)
@@ -200,16 +190,15 @@ def replace_card(folder: Path, text: str) -> None:
     """Rewrites the card of a model's folder, if groupax wrote the one that is there."""
     if CARD not in written_files(folder):
         return
-    partial = folder / f".{CARD}.partial-{secrets.token_hex(4)}"
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(folder / CARD)
+    with replacing_file(folder / CARD) as partial:
+        partial.write_text(text, encoding="utf-8")
     _write_manifest(folder, {**_read_manifest(folder), CARD: _fingerprint(folder / CARD)})
 
 
 def _resolved(folder: Path) -> Path:
     if "\0" in str(folder):
         raise ValueError(f"{str(folder)!r} is not a valid folder name: it has a null character")
-    return folder.expanduser().resolve()
+    return Path(os.path.realpath(folder.expanduser()))
 
 
 def _contains_cwd(folder: Path) -> bool:
@@ -228,14 +217,6 @@ def _foreign_files(folder: Path) -> list[str]:
 def _files_below(folder: Path) -> list[str]:
     found = (path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir())
     return [path.relative_to(folder).as_posix() for path in found]
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _exchange(new: Path, folder: Path) -> None:
@@ -263,26 +244,15 @@ def foreign_model_files(folder: Path) -> list[str]:
 
     Files of a tokenizer are not among them, since they are kept.
     """
-    own = written_files(folder)
-    return sorted(entry.name for entry in folder.iterdir() if entry.name not in own and _is_of_model(entry.name))
-
-
-def _is_of_model(name: str) -> bool:
-    return bool(_MODEL_FILES.fullmatch(name)) and not _TOKENIZER_FILES.fullmatch(name)
+    names = sorted({entry.name for entry in folder.iterdir()} - written_files(folder).keys())
+    return [name for name in names if _MODEL_FILES.fullmatch(name) and not _TOKENIZER_FILES.fullmatch(name)]
 
 
 def merge_into_folder(new: Path, folder: Path) -> None:
-    """Copies a written model into a folder with other contents, file by file, `config.json` last.
+    """Copies a model of `replacing_folder` into a folder with other contents, file by file, `config.json` last.
 
     Files that groupax wrote and files with the same contents are replaced. Tokenizer files and a card of another origin
-    are kept.
-
-    Args:
-        new: A folder that `replacing_folder` has written.
-        folder: Destination, which need not exist.
-
-    Raises:
-        ForeignFilesError: The destination has other files with the names of a model's. Nothing was written.
+    are kept. Raises a ForeignFilesError before anything is written if there are others with the names of a model's.
     """
     folder = folder.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
@@ -301,10 +271,8 @@ def merge_into_folder(new: Path, folder: Path) -> None:
         )
     written = [name for name in names if name not in kept | same]
     for name in written:
-        (folder / name).parent.mkdir(exist_ok=True)
-        partial = folder / f".{Path(name).name}.partial-{secrets.token_hex(4)}"
-        shutil.copyfile(new / name, partial)
-        partial.replace(folder / name)
+        with replacing_file(folder / name) as partial:
+            shutil.copyfile(new / name, partial)
     for name in own.keys() - set(names):  # files of an earlier model
         (folder / name).unlink()
     _write_manifest(folder, {name: _fingerprint(folder / name) for name in [*written, *(own.keys() & set(names))]})

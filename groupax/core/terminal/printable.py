@@ -19,7 +19,8 @@ def printable(text: str) -> str:
     >>> printable("a\\x1b[2Jb\\u202ec")
     'a␛[2Jb\\\\u202ec'
     """
-    return text if _is_plain(text) else "".join(c if c in "\n\t" else _visible(c) for c in text)
+    is_plain = text.replace("\n", "").replace("\t", "").isprintable()
+    return text if is_plain else "".join(c if c in "\n\t" else _visible(c) for c in text)
 
 
 def one_line(text: str, limit: int = 160) -> str:
@@ -36,10 +37,6 @@ def error_line(error: BaseException | str, limit: int = 300) -> str:
 def short_repr(value: Any) -> str:
     """Returns an abbreviated `repr` of an untrusted value, on one line and without control characters."""
     return _SHORT.repr(value)
-
-
-def _is_plain(text: str) -> bool:
-    return text.replace("\n", "").replace("\t", "").isprintable()
 
 
 def _visible(c: str) -> str:

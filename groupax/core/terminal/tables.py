@@ -52,12 +52,9 @@ def _escaped(text: object) -> str:
 
 
 class Fitting:
-    """The first of several tables with the same content that fits the width that it is printed at.
+    """The first of several tables with the same content, widest first, that fits the width; else the last one.
 
     A table fits where each of its columns can have its `min_width`.
-
-    Args:
-        tables: The tables, widest first. The last one is shown wherever the others do not fit.
     """
 
     def __init__(self, *tables: Table) -> None:
@@ -65,18 +62,16 @@ class Fitting:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         del console
-        yield next((table for table in self.tables if _min_width(table) <= options.max_width), self.tables[-1])
+        for table in self.tables[:-1]:
+            borders = 3 * len(table.columns) + 1  # with a space on either side of a cell
+            if sum(column.min_width or 0 for column in table.columns) + borders <= options.max_width:
+                yield table
+                return
+        yield self.tables[-1]
 
 
 def table_of(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ("",)) -> Table:
-    """Returns a table whose cells are not cut where the table fits.
-
-    Args:
-        title: Title of the table.
-        columns: Headers of the columns.
-        rows: Texts of the cells.
-        left: Headers of the columns that are aligned to the left.
-    """
+    """Returns a table whose cells are not cut where it fits; `left` are headers of columns aligned to the left."""
     table = empty_table(title)
     for index, header in enumerate(columns):
         width = max(cell_len(printable(text)) for text in (header, *(row[index] for row in rows)))
@@ -99,8 +94,3 @@ def stacked(title: str, entries: Sequence[tuple[str, str]], show_lines: bool = F
 def empty_table(title: str, **options: Any) -> Table:
     """Returns a table without columns, whose title is a text of others."""
     return Table(title=Text(printable(title)), title_justify="left", **options)
-
-
-def _min_width(table: Table) -> int:
-    borders = 3 * len(table.columns) + 1  # with a space on either side of a cell
-    return sum(column.min_width or 0 for column in table.columns) + borders

@@ -161,21 +161,16 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: The file has no text part, or one of an unsupported kind.
     """
     if has_text_part(hf):
-        hf = _text_part(hf)
+        kinds = TEXT_PARTS[hf["model_type"]]
+        settings, tied = text_settings(hf, tuple(kinds)), hf["text_config"].get("tie_word_embeddings")
+        own = {} if tied is None else {"tie_word_embeddings": tied}
+        hf = {**settings, **own, "architectures": [kinds[settings["model_type"]]]}
     text = hf.get("text_config")
     return _without_ahead({**hf, "text_config": _without_ahead(text)} if isinstance(text, Mapping) else hf)
 
 
 def _without_ahead(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {**hf, **{key: 0 for key in _AHEAD if hf.get(key)}}
-
-
-def _text_part(hf: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = TEXT_PARTS[hf["model_type"]]
-    text = text_settings(hf, tuple(kinds))
-    tied = (hf.get("text_config") or {}).get("tie_word_embeddings")
-    tied = {} if tied is None else {"tie_word_embeddings": tied}
-    return {**text, **tied, "architectures": [kinds[text["model_type"]]]}
 
 
 def text_settings(hf: Mapping[str, Any], kinds: tuple[str, ...], tied: bool = False) -> dict[str, Any]:

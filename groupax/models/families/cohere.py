@@ -10,13 +10,11 @@ from groupax.models.families.fields import (
     head_dim_of,
     layer_windows,
     model_config,
-    needed,
     read_rope,
     require,
     sliding_layers,
 )
 
-KEYS = "attention_bias layer_norm_eps logit_scale "
 # Keys of Cohere 2's released files whose values the architecture fixes.
 FIXED = {
     "order_of_interleaved_layers": "local_attn_first",
@@ -35,8 +33,7 @@ def read_cohere(hf: Mapping[str, Any]) -> ModelConfig:
     hf = {"rope_theta": 500_000.0, "tie_word_embeddings": True, **hf}
     rope = read_rope(hf, head_dim_of(hf), interleaved=True)
     qk_norm = "each_head" if hf.get("use_qk_norm") else "none"
-    ropes = (rope,) * needed(hf, "num_hidden_layers")
-    return model_config(hf, KEYS + "use_qk_norm", ropes=ropes, qk_norm=qk_norm, **_parallel(hf))
+    return model_config(hf, ropes=rope, qk_norm=qk_norm, **_parallel(hf))
 
 
 def read_cohere2(hf: Mapping[str, Any]) -> ModelConfig:
@@ -46,8 +43,7 @@ def read_cohere2(hf: Mapping[str, Any]) -> ModelConfig:
     windows = layer_windows(sliding_layers(hf, every_nth_is_full(hf, 4)), hf.get("sliding_window", 4096))
     rope = read_rope(hf, head_dim_of(hf), interleaved=True)
     ropes = tuple(None if window is None else rope for window in windows)
-    reads = KEYS + "sliding_window sliding_window_pattern layer_types " + " ".join(FIXED)
-    return model_config(hf, reads, ropes=ropes, windows=windows, **_parallel(hf))
+    return model_config(hf, ropes=ropes, windows=windows, **_parallel(hf))
 
 
 def _parallel(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
+from groupax.core.storage.model_json import CONFIG
 from groupax.core.terminal.printable import short_repr
 from groupax.models.config import (
     Activation,
@@ -18,13 +19,20 @@ from groupax.models.config import (
     YarnRope,
 )
 
-# Keys that do not affect the forward pass.
-METADATA = (
-    "_name_or_path _sliding_window_pattern architectures attention_dropout auto_map bos_token_id "
-    "cache_implementation classifier_dropout dtype embd_pdrop eos_token_id id2label initializer_range label2id "
-    "model_type num_labels output_router_logits pad_token_id problem_type resid_pdrop tokenizer_class torch_dtype "
-    "transformers_version use_cache"
+# Keys that no reader interprets: they do not affect the forward pass, repeat others, or may have one value only.
+UNREAD = (
+    "_name_or_path _sliding_window_pattern attention_dropout auto_map aux_loss_alpha block_dim block_mlp_init_scale "
+    "block_norm_eps block_out_init_scale block_use_swiglu block_use_xavier_init bos_token_id cache_implementation "
+    "classifier_dropout conv_dim conv_dim_out conv_use_xavier_init embd_pdrop ep_size experts_per_token "
+    "for_llm_compressor initial_context_length initializer_range label2id mamba_ssm_dtype moe_layer_freq "
+    "mtp_num_hidden_layers mtp_use_dedicated_embeddings num_heads order_of_interleaved_layers pad_token_id "
+    "position_embedding_type pretraining_tp problem_type qk_head_dim resid_pdrop residual_dropout rotary_pct "
+    "router_jitter_noise scoring_func seq_aux theta tokenizer_class topk_method transformers_version "
+    "use_bidirectional_attention use_cache use_embedding_sharing use_gated_activation use_parallel_block "
+    "use_parallel_embedding use_pos_enc"
 )
+# Rotary parameters that tell apart the axes of images, which texts do not have.
+AXES = ("mrope_interleaved", "mrope_section")
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -33,27 +41,23 @@ _SIZES = {
     "num_heads": "num_attention_heads",
     "ffn_size": "intermediate_size",
 }
-_READ = (
-    "head_dim hidden_act max_position_embeddings num_key_value_heads original_max_position_embeddings "
-    "partial_rotary_factor pretraining_tp rms_norm_eps rope_parameters rope_scaling rope_theta tie_word_embeddings"
-)
 
 
-def model_config(hf: Mapping[str, Any], reads: str = "", **overrides: Any) -> ModelConfig:
+def model_config(hf: Mapping[str, Any], **overrides: Any) -> ModelConfig:
     """Returns the architecture of a Llama-like model.
 
     Args:
-        hf: Parsed `config.json`.
-        reads: Further keys that the calling family interprets itself, with spaces between them.
-        overrides: Fields of `ModelConfig` that differ from Llama's.
+        overrides: Fields of `ModelConfig` that differ from Llama's; `ropes` and `windows` may be one for all layers. A
+            family has interpreted `layer_types` if it gives a window for each layer, or what is `recurrent`.
     """
     missing = [key for key in _SIZES.values() if key not in hf]
     if missing:
         raise ValueError(f"config.json of a {hf['model_type']} model lacks {', '.join(missing)}")
-    _account_for_all_keys(hf, {*_SIZES.values(), *_READ.split(), *reads.split()})
+    _account_for_all_keys(hf)
     require(hf, {"pretraining_tp": 1})
-    if "layer_types" not in reads.split() and any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
-        raise ValueError(f"layer_types {short_repr(hf['layer_types'])} is not supported for {hf['model_type']}")
+    has_kinds = isinstance(overrides.get("windows"), tuple) or "recurrent" in overrides
+    if not has_kinds:
+        layer_kinds(hf, "full_attention")
     activation = hf.get("hidden_act") or "silu"
     if activation not in get_args(Activation):
         supported = ", ".join(get_args(Activation))
@@ -61,7 +65,9 @@ def model_config(hf: Mapping[str, Any], reads: str = "", **overrides: Any) -> Mo
 
     num_layers, num_heads = hf["num_hidden_layers"], hf["num_attention_heads"]
     head_dim = head_dim_of(hf)
-    ropes = overrides.pop("ropes", None) or (read_rope(hf, head_dim),) * num_layers
+    ropes = overrides.pop("ropes", None) or read_rope(hf, head_dim)
+    windows = overrides.pop("windows", None)
+    ropes, windows = (x if isinstance(x, tuple) else (x,) * num_layers for x in (ropes, windows))
     fields = {
         "model_type": hf["model_type"],
         **{ours: hf[theirs] for ours, theirs in _SIZES.items()},
@@ -69,7 +75,7 @@ def model_config(hf: Mapping[str, Any], reads: str = "", **overrides: Any) -> Mo
         "head_dim": head_dim,
         "max_positions": _max_positions(hf, ropes),
         "ropes": ropes,
-        "windows": (None,) * num_layers,
+        "windows": windows,
         "attention_scale": head_dim**-0.5,
         "norm_eps": hf.get("rms_norm_eps", 1e-6),
         "activation": activation,
@@ -84,23 +90,30 @@ def head_dim_of(hf: Mapping[str, Any]) -> int:
     return hf.get("head_dim") or needed(hf, "hidden_size") // needed(hf, "num_attention_heads")
 
 
+def layer_kinds(hf: Mapping[str, Any], *supported: str) -> list[str]:
+    """Returns `layer_types`, without any if the file does not say.
+
+    Raises:
+        ValueError: A layer is of another than the supported kinds.
+    """
+    kinds = hf.get("layer_types") or []
+    if unknown := sorted({kind for kind in kinds if kind not in supported}):
+        raise ValueError(
+            f"layer_types has {short_repr(unknown)}; supported for {hf['model_type']} are {' and '.join(supported)}"
+        )
+    return kinds
+
+
 def sliding_layers(hf: Mapping[str, Any], rule: Callable[[int], bool]) -> tuple[bool, ...]:
     """Returns whether each layer has a sliding window, from `layer_types` or else by the family's rule."""
-    kinds = hf.get("layer_types")
+    kinds = layer_kinds(hf, "full_attention", "sliding_attention")
     if not kinds:
         return tuple(rule(index) for index in range(needed(hf, "num_hidden_layers")))
-    unknown = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
-    if unknown:
-        raise ValueError(f"layer_types has {short_repr(unknown)}; supported are full_attention and sliding_attention")
     return tuple(kind == "sliding_attention" for kind in kinds)
 
 
 def every_nth_is_full(hf: Mapping[str, Any], period: int) -> Callable[[int], bool]:
-    """Returns the rule by which all layers but every n-th slide, with n from `sliding_window_pattern`.
-
-    Args:
-        hf: Parsed `config.json`.
-        period: The family's default of n.
+    """Returns the rule by which all layers but every n-th slide; n is the file's pattern, or else the family's.
 
     Raises:
         ValueError: It is a string and the file has no `layer_types`, which transformers does not support either.
@@ -122,10 +135,7 @@ def mixer_layers(hf: Mapping[str, Any], kind: str) -> tuple[int, ...]:
     Raises:
         ValueError: A layer is of another kind, or their number is not that of `num_hidden_layers`.
     """
-    kinds = needed(hf, "layer_types")
-    unknown = sorted({each for each in kinds if each not in ("full_attention", kind)})
-    if unknown:
-        raise ValueError(f"layer_types has {short_repr(unknown)}; supported are full_attention and {kind}")
+    kinds = layer_kinds(hf, "full_attention", kind)
     if len(kinds) != needed(hf, "num_hidden_layers"):
         raise ValueError(f"layer_types lists {len(kinds)} layers, but num_hidden_layers is {hf['num_hidden_layers']}")
     return tuple(layer for layer, each in enumerate(kinds) if each == kind)
@@ -184,10 +194,10 @@ def _num_labels(hf: Mapping[str, Any]) -> int:
     return len(hf.get("id2label") or ()) or hf.get("num_labels") or 2
 
 
-def _account_for_all_keys(hf: Mapping[str, Any], read: set[str]) -> None:
+def _account_for_all_keys(hf: Mapping[str, Any]) -> None:
     if hf.get("quantization_config"):
         raise ValueError("the checkpoint is quantized (quantization_config); load the unquantized weights instead")
-    known = {*read, *METADATA.split(), "layer_types"}
+    known = {*CONFIG, *UNREAD.split()}
     unknown = sorted(key for key, value in hf.items() if key not in known and value not in (None, False))
     if unknown:
         warnings.warn(
@@ -203,11 +213,10 @@ class _Parameters:
 
     Args:
         table: `rope_parameters` (transformers 5), `rope_scaling`, or an entry of it for one kind of layer.
-        hf: Parsed `config.json`.
     """
 
     def __init__(self, table: Mapping[str, Any] | None, hf: Mapping[str, Any]) -> None:
-        self.left = {key: value for key, value in (table or {}).items() if value is not None}
+        self.left = {key: value for key, value in (table or {}).items() if value is not None and key not in AXES}
         self.hf = hf
         named = [self.left.pop(key) for key in ("rope_type", "type") if key in self.left]
         self.kind: str = named[0] if named else "default"
@@ -246,8 +255,6 @@ def read_rope(
     """Returns the rotary embeddings of `rope_parameters` (transformers 5), or of `rope_theta` and `rope_scaling`.
 
     Args:
-        hf: Parsed `config.json`.
-        head_dim: Number of dims of a head of queries and keys.
         table: _Parameters to use instead of those of `hf`.
         kinds: The family's own meanings of type names.
         partial: Whether the family may rotate some of a head's dims only.
@@ -291,8 +298,6 @@ def read_ropes_by_kind(
     """Returns the rotary embeddings of layers with a sliding window, and of the others, which alone may be scaled.
 
     Args:
-        hf: Parsed `config.json`.
-        head_dim: Number of dims of a head of queries and keys.
         local_theta, full_theta: Base of either if the file's table does not say.
 
     Raises:
@@ -315,9 +320,6 @@ def read_ropes_by_kind(
 
 def rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Returns `rope_parameters` of a file, or `rope_scaling` of an older one; None without either.
-
-    Args:
-        hf: Parsed `config.json`.
 
     Raises:
         ValueError: Both exist and disagree, in which case transformers silently ignores the former.

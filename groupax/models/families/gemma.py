@@ -18,17 +18,12 @@ from groupax.models.families.fields import (
 from groupax.models.families.vision import SIGLIP, siglip_tower, vision_settings
 from groupax.models.vision.config import AveragePool, VisionConfig
 
-KEYS = (
-    "attention_bias attn_logit_softcapping final_logit_softcapping hidden_activation layer_types query_pre_attn_scalar "
-    "sliding_window use_bidirectional_attention "
-)
-
 
 def read_gemma2(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Gemma 2: sandwich norms, softcaps, and a sliding window in every other layer."""
     hf = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **_with_defaults(hf)}
     sliding = sliding_layers(hf, lambda index: index % 2 == 0)
-    return model_config(hf, KEYS, windows=layer_windows(sliding, hf.get("sliding_window", 4096)), **_overrides(hf))
+    return model_config(hf, windows=layer_windows(sliding, hf.get("sliding_window", 4096)), **_overrides(hf))
 
 
 def read_gemma3(hf: Mapping[str, Any]) -> ModelConfig:
@@ -42,7 +37,6 @@ def read_gemma3(hf: Mapping[str, Any]) -> ModelConfig:
     local, full = read_ropes_by_kind(hf, head_dim_of(hf), *thetas)
     return model_config(
         hf,
-        KEYS + "rope_local_base_freq sliding_window_pattern",
         ropes=tuple(local if slides else full for slides in sliding),
         windows=layer_windows(sliding, hf.get("sliding_window", 4096)),
         qk_norm="head",
@@ -59,7 +53,12 @@ def read_gemma3_vision(hf: Mapping[str, Any]) -> VisionConfig:
     """Reads SigLIP over a whole image, and a projector from averages of squares of patches (arXiv:2503.19786)."""
     defaults = {**SIGLIP, "hidden_size": 768, "num_attention_heads": 12, "patch_size": 16, "vision_use_head": True}
     settings = vision_settings(hf, ("siglip_vision_model",), defaults)
-    tower = siglip_tower(settings, has_head=settings["vision_use_head"])
+    if settings["vision_use_head"]:
+        raise ValueError(
+            "vision_config has vision_use_head=true, as it does without this key; groupax supports only towers without "
+            "the pooling head, which nothing reads and released models lack"
+        )
+    tower = siglip_tower(settings)
     features = hf.get("mm_tokens_per_image", 256)
     side, patches = int(features**0.5), tower.positions_per_side
     if side < 1 or side**2 != features or patches % side:

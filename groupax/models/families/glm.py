@@ -12,17 +12,8 @@ GLM4_NAMES = (
     ("mlp_norm", "post_attention_layernorm"),
     ("mlp_out_norm", "post_mlp_layernorm"),
 )
-EXPERT_KEYS = (
-    "first_k_dense_replace moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob "
-    "num_experts_per_tok num_local_experts num_nextn_predict_layers routed_scaling_factor router_aux_loss_coef "
-    "topk_group "
-)
-DEEPSEEK_KEYS = (
-    "attention_bias kv_lora_rank q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim rope_interleave v_head_dim "
-)
-# Keys of DeepSeek's released files whose values the architecture fixes, and of training.
+# Keys of DeepSeek's released files whose values the architecture fixes.
 DEEPSEEK_FIXED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-DEEPSEEK_UNUSED = "aux_loss_alpha ep_size seq_aux "
 DEEPSEEK_DEFAULTS = {
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
@@ -38,11 +29,9 @@ DEEPSEEK_DEFAULTS = {
 def read_glm4(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads GLM-4: sandwich norms, a fused feed-forward layer, and interleaved rotary embeddings of half a head."""
     hf = {"head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5, **hf}
-    rope = read_rope(hf, head_dim_of(hf), partial=True, interleaved=True)
     return model_config(
         hf,
-        "attention_bias",
-        ropes=(rope,) * needed(hf, "num_hidden_layers"),
+        ropes=read_rope(hf, head_dim_of(hf), partial=True, interleaved=True),
         block="sandwich_norm",
         module_names=GLM4_NAMES,
         qkv_bias=hf.get("attention_bias", True),
@@ -56,8 +45,7 @@ def read_glm4_moe(hf: Mapping[str, Any]) -> ModelConfig:
     defaults = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     return model_config(
         hf,
-        "attention_bias use_qk_norm " + EXPERT_KEYS,
-        ropes=(read_rope(hf, head_dim_of(hf), partial=True),) * needed(hf, "num_hidden_layers"),
+        ropes=read_rope(hf, head_dim_of(hf), partial=True),
         qkv_bias=hf.get("attention_bias", False),
         qk_norm="head" if hf.get("use_qk_norm") else "none",
         experts=_sigmoid_experts({**defaults, **hf}),
@@ -82,8 +70,7 @@ def read_deepseek_v3(hf: Mapping[str, Any]) -> ModelConfig:
         scale *= (0.1 * all_dims * math.log(rope.scaling.factor) + 1.0) ** 2
     return model_config(
         hf,
-        DEEPSEEK_KEYS + DEEPSEEK_UNUSED + EXPERT_KEYS + " ".join(DEEPSEEK_FIXED),
-        ropes=(rope,) * needed(hf, "num_hidden_layers"),
+        ropes=rope,
         num_kv_heads=1,
         head_dim=latent.cached_dims,
         attention_scale=scale,

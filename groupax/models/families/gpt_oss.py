@@ -6,11 +6,6 @@ from typing import Any
 from groupax.models.config import ClampedSwiglu, Experts, ModelConfig
 from groupax.models.families.fields import biases, layer_windows, model_config, needed, require, sliding_layers
 
-# The last two are in released files and say again what others do.
-KEYS = (
-    "attention_bias layer_types num_experts num_experts_per_tok num_local_experts router_aux_loss_coef sliding_window "
-    "swiglu_alpha swiglu_limit experts_per_token initial_context_length"
-)
 DEFAULTS = {
     "head_dim": 64,
     "num_key_value_heads": 8,
@@ -55,7 +50,6 @@ def read_gpt_oss(hf: Mapping[str, Any]) -> ModelConfig:
     )
     return model_config(
         hf,
-        KEYS,
         windows=layer_windows(sliding_layers(hf, lambda index: index % 2 == 0), hf["sliding_window"]),
         sinks=True,
         activation=ClampedSwiglu(hf.get("swiglu_alpha", 1.702), hf.get("swiglu_limit", 7.0)),

@@ -17,17 +17,6 @@ MODULE_NAMES = (
     ("up", "feed_forward.w3"),
     ("down", "feed_forward.w2"),
 )
-KEYS = "conv_L_cache conv_bias full_attn_idxs layer_types norm_eps tie_embedding "
-FEED_FORWARD = "block_auto_adjust_ff_dim block_ff_dim block_ffn_dim_multiplier block_multiple_of"
-# Keys of released files that repeat others, or say how the model was initialized.
-UNUSED = (
-    "block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu block_use_xavier_init "
-    "conv_dim conv_dim_out conv_use_xavier_init num_heads theta use_pos_enc "
-)
-EXPERT_KEYS = (
-    "moe_intermediate_size norm_topk_prob num_dense_layers num_experts num_experts_per_tok num_local_experts "
-    "routed_scaling_factor router_aux_loss_coef use_expert_bias"
-)
 
 
 def read_lfm2(hf: Mapping[str, Any]) -> ModelConfig:
@@ -38,7 +27,7 @@ def read_lfm2(hf: Mapping[str, Any]) -> ModelConfig:
         given = hf.get("full_attn_idxs")
         attending = set(layers if given is None else given)
         hf["layer_types"] = ["full_attention" if layer in attending else "conv" for layer in layers]
-    return _lfm2(hf, FEED_FORWARD, ffn_size=_ffn_size(hf))
+    return _lfm2(hf, ffn_size=_ffn_size(hf))
 
 
 def read_lfm2_moe(hf: Mapping[str, Any]) -> ModelConfig:
@@ -46,7 +35,7 @@ def read_lfm2_moe(hf: Mapping[str, Any]) -> ModelConfig:
     needed(hf, "layer_types")
     layers = tuple(range(hf.get("num_dense_layers", 2), needed(hf, "num_hidden_layers")))
     if not layers:
-        return _lfm2(hf, EXPERT_KEYS)
+        return _lfm2(hf)
     experts = Experts(
         num=needed(hf, "num_experts", "num_local_experts"),
         per_token=needed(hf, "num_experts_per_tok"),
@@ -64,10 +53,10 @@ def read_lfm2_moe(hf: Mapping[str, Any]) -> ModelConfig:
         down_name="feed_forward.experts.{expert}.w2",
         correction_name="feed_forward.expert_bias",
     )
-    return _lfm2(hf, EXPERT_KEYS, experts=experts)
+    return _lfm2(hf, experts=experts)
 
 
-def _lfm2(hf: Mapping[str, Any], reads: str, **overrides: Any) -> ModelConfig:
+def _lfm2(hf: Mapping[str, Any], **overrides: Any) -> ModelConfig:
     hf = {"rope_theta": 1_000_000.0, "tie_word_embeddings": True, "max_position_embeddings": 128_000, **hf}
     if hf.get("tie_embedding") is not None:
         hf["tie_word_embeddings"] = hf["tie_embedding"]
@@ -76,7 +65,6 @@ def _lfm2(hf: Mapping[str, Any], reads: str, **overrides: Any) -> ModelConfig:
     size, has_bias = hf.get("conv_L_cache", 3), hf.get("conv_bias", False)
     return model_config(
         hf,
-        KEYS + UNUSED + reads,
         ropes=tuple(None if layer in layers else rope for layer in range(hf["num_hidden_layers"])),
         norm_eps=hf.get("norm_eps", 1e-5),
         qk_norm="head",

@@ -7,6 +7,7 @@ from groupax.models.config import Chunks, Experts, ModelConfig, QueryGrowth
 from groupax.models.families.fields import (
     biases,
     head_dim_of,
+    layer_kinds,
     layer_windows,
     layers_with_rope,
     model_config,
@@ -16,12 +17,6 @@ from groupax.models.families.fields import (
     sliding_layers,
 )
 
-# The last one is in released files, and no forward pass reads it.
-LLAMA4_KEYS = (
-    "attention_bias attention_chunk_size attn_scale attn_temperature_tuning floor_scale interleave_moe_layer_step "
-    "intermediate_size_mlp layer_types moe_layers no_rope_layer_interval no_rope_layers num_experts_per_tok "
-    "num_local_experts router_aux_loss_coef router_jitter_noise use_qk_norm for_llm_compressor"
-)
 LLAMA4_DEFAULTS = {
     "attention_chunk_size": 8192,
     "head_dim": 128,
@@ -39,13 +34,13 @@ LLAMA4_DEFAULTS = {
     "attn_scale": 0.1,
     "use_qk_norm": True,
 }
-CHUNKED, FULL = "chunked_attention", "full_attention"
+CHUNKED = "chunked_attention"
 LLAMA4_NAMES = tuple((name, f"feed_forward.{name}_proj") for name in ("gate", "up", "down"))
 
 
 def read_llama(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Llama 2 to 3.2: RMS norms, rotary embeddings and SwiGLU, with biases if the file says so."""
-    return model_config(hf, "attention_bias mlp_bias", mlp_bias=hf.get("mlp_bias", False), **biases(hf))
+    return model_config(hf, mlp_bias=hf.get("mlp_bias", False), **biases(hf))
 
 
 def read_phi3(hf: Mapping[str, Any]) -> ModelConfig:
@@ -53,17 +48,14 @@ def read_phi3(hf: Mapping[str, Any]) -> ModelConfig:
     hf = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **hf}
     # both are older names of longrope
     rope = read_rope(hf, head_dim_of(hf), kinds={"su": "longrope", "yarn": "longrope"}, partial=True)
-    num_layers = needed(hf, "num_hidden_layers")
-    windows = (hf.get("sliding_window"),) * num_layers
     fused = {"fused_qkv": True, "fused_gate_up": True}
-    return model_config(hf, "sliding_window", ropes=(rope,) * num_layers, windows=windows, **fused)
+    return model_config(hf, ropes=rope, windows=hf.get("sliding_window"), **fused)
 
 
 def read_granite(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Granite: Llama with multipliers of embeddings, attention scores, residuals and logits."""
     return model_config(
         hf,
-        "attention_bias attention_multiplier embedding_multiplier logits_scaling mlp_bias residual_multiplier",
         attention_scale=float(hf.get("attention_multiplier", 1.0)),
         embedding_scale=float(hf.get("embedding_multiplier", 1.0)),
         residual_scale=float(hf.get("residual_multiplier", 1.0)),
@@ -77,7 +69,6 @@ def read_seed_oss(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Seed-OSS: Llama with biases of the query, key and value projections by default, and heads of 128 dims."""
     return model_config(
         {"head_dim": 128, **hf},
-        "attention_bias attention_out_bias mlp_bias residual_dropout",
         qkv_bias=hf.get("attention_bias", True),
         o_bias=hf.get("attention_out_bias", False),
         mlp_bias=hf.get("mlp_bias", False),
@@ -91,8 +82,6 @@ def read_smollm3(hf: Mapping[str, Any]) -> ModelConfig:
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
     return model_config(
         hf,
-        "attention_bias layer_types max_window_layers mlp_bias no_rope_layer_interval no_rope_layers sliding_window "
-        "use_sliding_window",
         ropes=tuple(rope if each else None for each in has_rope),
         windows=layer_windows(sliding_layers(hf, lambda index: not has_rope[index]), window),
         mlp_bias=hf.get("mlp_bias", False),
@@ -111,7 +100,6 @@ def read_llama4(hf: Mapping[str, Any]) -> ModelConfig:
     growth = QueryGrowth(hf["attn_scale"], hf["floor_scale"], offset=1, only_without_rope=True)
     return model_config(
         hf,
-        LLAMA4_KEYS,
         ropes=tuple(rope if each else None for each in has_rope),
         windows=tuple(Chunks(hf["attention_chunk_size"]) if each else None for each in _chunked_layers(hf, has_rope)),
         ffn_size=needed(hf, "intermediate_size_mlp"),
@@ -124,12 +112,9 @@ def read_llama4(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _chunked_layers(hf: Mapping[str, Any], has_rope: list[bool]) -> list[bool]:
-    has_size, kinds = hf["attention_chunk_size"] is not None, hf.get("layer_types")
+    has_size, kinds = hf["attention_chunk_size"] is not None, layer_kinds(hf, CHUNKED, "full_attention")
     if not kinds:
         return [each and has_size for each in has_rope]
-    unknown = sorted(set(kinds) - {CHUNKED, FULL})
-    if unknown:
-        raise ValueError(f"layer_types has {unknown}; supported for {hf['model_type']} are {CHUNKED} and {FULL}")
     if CHUNKED in kinds and not has_size:
         raise ValueError(f"layer_types has {CHUNKED}, but attention_chunk_size is null")
     return [kind == CHUNKED for kind in kinds]

@@ -20,35 +20,31 @@ MINISTRAL3_ROPE = {
 
 def read_mistral(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Mistral: Llama with a sliding window in all layers, of 4,096 positions by default."""
-    windows = (hf.get("sliding_window", 4096),) * hf.get("num_hidden_layers", 0)
-    return model_config(hf, "sliding_window", windows=windows)
+    return model_config(hf, windows=hf.get("sliding_window", 4096))
 
 
 def read_mixtral(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Mixtral: Mistral with a mixture of experts in every layer."""
     hf = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, **hf}
     require(hf, {"router_jitter_noise": 0.0})
-    num_layers = hf.get("num_hidden_layers", 0)
     experts = Experts(
         num=needed(hf, "num_local_experts"),
         per_token=needed(hf, "num_experts_per_tok"),
         ffn_size=needed(hf, "intermediate_size"),
         norm_topk_prob=True,
-        layers=tuple(range(num_layers)),
+        layers=tuple(range(needed(hf, "num_hidden_layers"))),
         aux_loss_coef=hf.get("router_aux_loss_coef", 0.001),
         router_name="block_sparse_moe.gate",
         gate_name="block_sparse_moe.experts.{expert}.w1",
         up_name="block_sparse_moe.experts.{expert}.w3",
         down_name="block_sparse_moe.experts.{expert}.w2",
     )
-    reads = "num_experts_per_tok num_local_experts router_aux_loss_coef router_jitter_noise sliding_window"
-    return model_config(hf, reads, windows=(hf.get("sliding_window"),) * num_layers, experts=experts)
+    return model_config(hf, windows=hf.get("sliding_window"), experts=experts)
 
 
 def read_ministral3(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Ministral 3: Mistral, without a window by default, whose queries grow with their position."""
     hf = {"head_dim": 128, "rms_norm_eps": 1e-5, **hf}
-    num_layers = needed(hf, "num_hidden_layers")
     table = dict(rope_table(hf) or MINISTRAL3_ROPE)
     slope, period = table.pop("llama_4_scaling_beta", None), table.get("original_max_position_embeddings")
     if slope is None or period is None:
@@ -58,8 +54,7 @@ def read_ministral3(hf: Mapping[str, Any]) -> ModelConfig:
     table.pop("max_position_embeddings", None)  # a copy of that of the file
     return model_config(
         hf,
-        "sliding_window",
-        ropes=(read_rope(hf, head_dim_of(hf), table),) * num_layers,
-        windows=(hf.get("sliding_window"),) * num_layers,
+        ropes=read_rope(hf, head_dim_of(hf), table),
+        windows=hf.get("sliding_window"),
         query_growth=QueryGrowth(slope, period),
     )

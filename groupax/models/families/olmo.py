@@ -16,17 +16,14 @@ from groupax.models.families.fields import (
 )
 
 
-def read_olmo2(hf: Mapping[str, Any], reads: str = "", **overrides: Any) -> ModelConfig:
+def read_olmo2(hf: Mapping[str, Any], **overrides: Any) -> ModelConfig:
     """Reads OLMo 2: norms after attention and feed-forward, and over all query and all key heads of a token.
 
     Args:
-        hf: Parsed `config.json`.
-        reads, overrides: What a family that is like it has besides (see `fields.model_config`).
+        overrides: What a family that is like it has besides (see `fields.model_config`).
     """
     hf = {"rms_norm_eps": 1e-5, **hf}
-    return model_config(
-        hf, "attention_bias " + reads, block="post_norm", qk_norm="all_heads", **biases(hf), **overrides
-    )
+    return model_config(hf, block="post_norm", qk_norm="all_heads", **biases(hf), **overrides)
 
 
 def read_olmo3(hf: Mapping[str, Any]) -> ModelConfig:
@@ -36,7 +33,7 @@ def read_olmo3(hf: Mapping[str, Any]) -> ModelConfig:
     local, full = read_ropes_by_kind(hf, head_dim_of(hf), theta, theta)
     ropes = tuple(local if slides else full for slides in sliding)
     windows = layer_windows(sliding, hf.get("sliding_window", 4096))
-    return read_olmo2(hf, "sliding_window layer_types", ropes=ropes, windows=windows)
+    return read_olmo2(hf, ropes=ropes, windows=windows)
 
 
 def read_exaone4(hf: Mapping[str, Any]) -> ModelConfig:
@@ -50,7 +47,6 @@ def read_exaone4(hf: Mapping[str, Any]) -> ModelConfig:
     rope = read_rope(hf, head_dim_of(hf))
     return model_config(
         hf,
-        "sliding_window sliding_window_pattern layer_types",
         block="post_norm",
         qk_norm="head",
         ropes=tuple(rope if window is None or slides else None for slides in sliding),

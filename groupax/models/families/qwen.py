@@ -22,16 +22,6 @@ from groupax.models.families.fields import (
 from groupax.models.families.vision import tower_activation, vision_settings
 from groupax.models.vision.config import PatchMerger, TowerConfig, VisionConfig
 
-WINDOW_KEYS = "use_sliding_window sliding_window max_window_layers layer_types "
-EXPERT_KEYS = "moe_intermediate_size num_experts num_experts_per_tok num_local_experts router_aux_loss_coef "
-LINEAR_KEYS = (
-    "attention_bias attn_output_gate full_attention_interval layer_types linear_conv_kernel_dim linear_key_head_dim "
-    "linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_ssm_dtype "
-)
-# Keys of layers that predict several tokens ahead.
-AHEAD_KEYS = "mtp_num_hidden_layers mtp_use_dedicated_embeddings "
-# Rotary parameters that tell apart the axes of images.
-AXES = ("mrope_interleaved", "mrope_section")
 # Values of a tower that a file may leave out.
 TOWER = {
     "depth": 27,
@@ -54,13 +44,13 @@ TOWER = {
 
 def read_qwen2(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Qwen 2: Llama with biases of the query, key and value projections, whatever the file says."""
-    return model_config(hf, WINDOW_KEYS, windows=_windows(hf), qkv_bias=True)
+    return model_config(hf, windows=_windows(hf), qkv_bias=True)
 
 
 def read_qwen3(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Qwen 3: Llama with RMS norms of each head's queries and keys."""
     hf = {**hf, "head_dim": hf.get("head_dim") or 128}  # the family's default, which is not hidden_size / num_heads
-    return model_config(hf, "attention_bias " + WINDOW_KEYS, windows=_windows(hf), qk_norm="head", **biases(hf))
+    return model_config(hf, windows=_windows(hf), qk_norm="head", **biases(hf))
 
 
 def _windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -74,9 +64,7 @@ def read_qwen3_moe(hf: Mapping[str, Any]) -> ModelConfig:
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
     return model_config(
         hf,
-        "attention_bias decoder_sparse_step max_window_layers mlp_only_layers norm_topk_prob sliding_window "
-        "use_sliding_window " + EXPERT_KEYS,
-        windows=(window,) * hf.get("num_hidden_layers", 0),
+        windows=window,
         qk_norm="head",
         experts=_experts(hf, _sparse_layers(hf), hf.get("norm_topk_prob", False)),
         **biases(hf),
@@ -109,20 +97,18 @@ def read_qwen3_next(hf: Mapping[str, Any]) -> ModelConfig:
     needed(hf, "num_hidden_layers")
     layers = _sparse_layers(hf) if hf.get("num_experts", 512) else ()
     experts = _with_shared_expert(hf, layers, hf.get("norm_topk_prob", True)) if layers else None
-    own = "decoder_sparse_step mlp_only_layers norm_topk_prob use_sliding_window shared_expert_intermediate_size "
-    return _linear_attention(hf, own + EXPERT_KEYS, fused=True, experts=experts)
+    return _linear_attention(hf, fused=True, experts=experts)
 
 
 def read_qwen3_5(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Qwen3.5: Qwen3-Next with separate matrices, and feed-forward layers in place of experts."""
-    return _linear_attention(_without_axes_of_images(hf), AHEAD_KEYS)
+    return _linear_attention(hf)
 
 
 def read_qwen3_5_moe(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Qwen3.5 with experts in all layers."""
     experts = _with_shared_expert(hf, tuple(range(needed(hf, "num_hidden_layers"))), norm_topk_prob=True)
-    hf = {**_without_axes_of_images(hf), "intermediate_size": experts.ffn_size}  # which no layer has
-    return _linear_attention(hf, AHEAD_KEYS + EXPERT_KEYS + "shared_expert_intermediate_size", experts=experts)
+    return _linear_attention({**hf, "intermediate_size": experts.ffn_size}, experts=experts)  # which no layer has
 
 
 def _with_shared_expert(hf: Mapping[str, Any], layers: tuple[int, ...], norm_topk_prob: bool) -> Experts:
@@ -132,13 +118,12 @@ def _with_shared_expert(hf: Mapping[str, Any], layers: tuple[int, ...], norm_top
     return _experts(hf, layers, norm_topk_prob, **shared)
 
 
-def _linear_attention(hf: Mapping[str, Any], reads: str, fused: bool = False, **overrides: Any) -> ModelConfig:
+def _linear_attention(hf: Mapping[str, Any], fused: bool = False, **overrides: Any) -> ModelConfig:
     """Returns the architecture of a model of Qwen3-Next's kind.
 
     Args:
-        hf: Parsed `config.json`.
-        reads, overrides: Keys and fields of the calling family (see `model_config`).
         fused: Whether the matrices of a gated delta net are fused (see `GatedDeltaNet`).
+        overrides: Fields of the calling family (see `model_config`).
     """
     hf = {"head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32_768, **hf}
     require(hf, {"attn_output_gate": True, "mamba_ssm_dtype": "float32"})
@@ -159,7 +144,6 @@ def _linear_attention(hf: Mapping[str, Any], reads: str, fused: bool = False, **
     rope = read_rope(hf, head_dim_of(hf), partial=True)
     return model_config(
         hf,
-        LINEAR_KEYS + reads,
         ropes=tuple(None if layer in linear else rope for layer in layers),
         norm="zero_centered_rms",
         qk_norm="head",
@@ -168,15 +152,6 @@ def _linear_attention(hf: Mapping[str, Any], reads: str, fused: bool = False, **
         **biases(hf),
         **overrides,
     )
-
-
-def _without_axes_of_images(hf: Mapping[str, Any]) -> dict[str, Any]:
-    tables = {name: _without_axes(hf[name]) for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
-    return {**hf, **tables}
-
-
-def _without_axes(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in table.items() if key not in AXES}
 
 
 # -- models that see images
@@ -225,7 +200,7 @@ def read_qwen3_5_vision(hf: Mapping[str, Any]) -> VisionConfig:
 
 
 def _read_qwen3(hf: Mapping[str, Any], read: Callable[[Mapping[str, Any]], ModelConfig]) -> ModelConfig:
-    table = _without_axes(rope_table(hf) or {})
+    table = rope_table(hf) or {}
     theta = table.get("rope_theta") or hf.get("rope_theta") or 500_000.0
     left = {key: value for key, value in hf.items() if key not in ("rope_parameters", "rope_scaling", "layer_types")}
     return read({**left, "use_sliding_window": False, "rope_parameters": {**table, "rope_theta": theta}})
@@ -236,7 +211,6 @@ def _with_axes(config: ModelConfig, hf: Mapping[str, Any], default: tuple[int, i
 
     Args:
         config: Text part, all of whose positions have one.
-        hf: Its parsed `config.json`.
         default: Number of pairs of dims that turn with a frame, a row and a column, if the file does not say.
     """
     sections = tuple((rope_table(hf) or {}).get("mrope_section") or default)

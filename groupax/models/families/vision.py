@@ -42,7 +42,6 @@ def vision_settings(hf: Mapping[str, Any], kinds: tuple[str, ...], defaults: Map
     """Returns the `vision_config` of a parsed `config.json`, checked and with the family's defaults.
 
     Args:
-        hf: Parsed `config.json`.
         kinds: Values that its `model_type` may have.
         defaults: The keys that the family interprets, with the values of those that are missing.
 
@@ -70,7 +69,7 @@ def vision_settings(hf: Mapping[str, Any], kinds: tuple[str, ...], defaults: Map
     return {**defaults, **validate(own, VISION, "vision_config of config.json")}
 
 
-def siglip_tower(settings: Mapping[str, Any], **overrides: Any) -> TowerConfig:
+def siglip_tower(settings: Mapping[str, Any]) -> TowerConfig:
     """Returns a tower of SigLIP (arXiv:2303.15343): norms before each block, one learned position per patch."""
     return TowerConfig(
         hidden_size=settings["hidden_size"],
@@ -82,7 +81,6 @@ def siglip_tower(settings: Mapping[str, Any], **overrides: Any) -> TowerConfig:
         positions_per_side=settings["image_size"] // settings["patch_size"],
         norm_eps=settings["layer_norm_eps"],
         activation=tower_activation(settings),
-        **overrides,
     )
 
 

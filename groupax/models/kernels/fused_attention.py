@@ -37,9 +37,6 @@ def select_fused_attention(
 
     Args:
         implementation: The setting `GRPOConfig.attn_implementation`.
-        device: Device of jax, or a description of one.
-        config: Architecture of the model.
-        dtype: Dtype of the forward pass.
 
     Raises:
         ValueError: "fused" is requested and no kernel supports it.
@@ -144,18 +141,15 @@ AttendPast = Callable[..., tuple[Array, LayerCache]]
 def select_attend_past(device: Any, config: ModelConfig | None = None, by_block: bool = False) -> AttendPast:
     """Returns the implementation of `attention.attend_past` for a device of jax, or for a description of one.
 
-    Kernels always compute by blocks of columns; with `by_block` the plain form does so too. It is the only one for
-    latent attention, whose heads have more dims than the kernels support, and for sinks and chunks.
+    The kernels are for NVIDIA GPUs. They always compute by blocks of columns; with `by_block` the plain form does so
+    too. It is the only one for latent attention, whose heads have more dims than the kernels support, and for sinks and
+    chunks.
     """
     is_plain = config is not None and (
         config.latent is not None or config.sinks or any(isinstance(each, Chunks) for each in config.windows)
     )
     if is_plain:
         return partial(attend_past, by_block=by_block)
-    if device.platform == "tpu":
-        from groupax.models.kernels import tpu_attention
-
-        return tpu_attention.attend_past
     capability = cuda_capability(device)
     if capability is None or capability < TRITON_CAPABILITY:
         return partial(attend_past, by_block=by_block)

@@ -26,7 +26,6 @@ class TowerConfig:
         rope_theta: Base of the rotary embeddings of rows and columns; None for none.
         fused_qkv: Whether queries, keys and values are computed by one matrix.
         final_norm: Whether there is a norm after the last layer.
-        has_head: Whether a checkpoint also has a pooling head, which nothing here reads.
         norm_eps: Epsilon of the norms.
         activation: Activation of the feed-forward layers.
     """
@@ -45,7 +44,6 @@ class TowerConfig:
     rope_theta: float | None = None
     fused_qkv: bool = False
     final_norm: bool = True
-    has_head: bool = False
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:

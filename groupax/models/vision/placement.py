@@ -33,9 +33,7 @@ def place_images(config: VisionConfig, token_ids: Int[np.ndarray, "S"], images: 
     """Assigns the features of images to the tokens of a prompt that stand for them, in their order.
 
     Args:
-        config: The part of the model that sees images.
         token_ids: Tokens of the prompt, with one `image_token_id` per feature.
-        images: Images of the prompt.
 
     Raises:
         ValueError: The prompt has more or fewer such tokens than the images have features. Or positions have
@@ -59,12 +57,7 @@ def place_images(config: VisionConfig, token_ids: Int[np.ndarray, "S"], images: 
 
 
 def continued(images: PromptImages, size: int) -> PromptImages:
-    """Returns the images of a prompt for its first tokens, or for a longer prompt that continues it by text.
-
-    Args:
-        images: Images of a prompt.
-        size: Number of tokens.
-    """
+    """Returns the images of a prompt for its first tokens, or for a longer prompt that continues it by text."""
     old = len(images.feature_index)
     if size <= old:
         positions = None if images.positions is None else images.positions[:, :size]

@@ -54,8 +54,6 @@ def load_image_processor(folder: Path, config: VisionConfig, tokenizer: Any) -> 
 
     Args:
         folder: Folder of the model, with `preprocessor_config.json` or `processor_config.json`.
-        config: The part of the model that sees images.
-        tokenizer: Tokenizer of the model.
 
     Raises:
         ImportError: Pillow is not installed.
@@ -96,7 +94,6 @@ def process_image(processor: ImageProcessor, image: Any) -> tuple[Image, str]:
     """Returns an image as patches, and the text that takes the place of its placeholder in a prompt.
 
     Args:
-        processor: Processor of the model.
         image: PIL image, of any mode and size.
 
     Raises:
@@ -111,10 +108,7 @@ def process_images(
     """Returns the tokens of a prompt with images, and where they stand for the images' features.
 
     Args:
-        processor: Processor of the model.
-        tokenizer: Tokenizer of the model.
         text: Prompt, as rendered by the chat template, with one placeholder per image.
-        images: PIL images, or the results of `process_image` for them.
         add_special_tokens: Whether to add the tokenizer's special tokens, as to a prompt without a chat template.
 
     Raises:
@@ -139,7 +133,6 @@ def cut_patches(config: VisionConfig, pixels: Float[np.ndarray, "I C H W"]) -> I
     """Returns the tiles of an image as patches; what is left of a tile at the right and below is cut off.
 
     Args:
-        config: The part of the model that sees images.
         pixels: Processed tiles, all of the same size.
 
     Raises:

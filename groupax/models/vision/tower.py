@@ -56,10 +56,6 @@ def batch_images(config: VisionConfig, images: Sequence[Image]) -> tuple[ImageBa
     The rectangle has one of few shapes (`bucket`), each of which is a program. Its padding sees only itself. The
     features of image i are the `num_features(config, image)` rows of `encode_images` from the i-th of these numbers on.
 
-    Args:
-        config: The part of the model that sees images.
-        images: One or more images.
-
     Raises:
         ValueError: There are no images, or one of them does not fit the model.
     """
@@ -191,8 +187,6 @@ def encode_images(config: VisionConfig, params: dict[str, Any], batch: ImageBatc
     shapes of a batch may differ in their last bits.
 
     Args:
-        config: The part of the model that sees images.
-        params: Its weights, `params["vision"]` of the model's.
         batch: Images (`batch.batch_images`, which also says which features are whose).
     """
     (B, N, _), dtype = batch.patches.shape, params["patch"].dtype
@@ -306,7 +300,6 @@ class FeatureCache:
     encodes an image once for all rollouts and updates, as long as its features fit. Threads may share a cache.
 
     Args:
-        config: The part of the model that sees images.
         max_bytes: Size of the features that are kept, in bytes.
 
     Attributes:

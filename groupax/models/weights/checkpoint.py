@@ -29,13 +29,12 @@ from groupax.models.weights.nf4 import FURTHER, is_nf4, read_nf4, without_nf4
 from groupax.models.weights.quantize import is_quantized, quantizer
 from groupax.models.weights.tensor_files import (
     DTYPES,
-    TensorFile,
+    Tensor,
     Tensors,
     cast,
     check_finite,
     find_tensors,
     own_tensors,
-    renamed,
 )
 from groupax.parallel.mesh import check_divisible, default_mesh, format_mesh
 
@@ -137,7 +136,9 @@ def load_model(
     hf_config = without_mxfp4(without_nf4(hf_config))
     config = config if max_positions is None else replace(config, max_positions=max_positions)
     found = own_tensors(whole_config, config, dequantized_tensors(find_tensors(folder)), folder)
-    stored, tensors, quantized = _find_weights(config, found, folder, in_4_bits)
+    stored, tensors = resolve_tied_head(config, found, folder)
+    quantized = {name for name in tensors if in_4_bits and f"{name}.{FURTHER[0]}" in tensors}
+    check_tensors(stored, tensors, folder, quantized)
     if stored != config:
         config, hf_config = stored, {**hf_config, "tie_word_embeddings": False}
     mesh = mesh or default_mesh(4 * num_params(config))
@@ -187,16 +188,6 @@ def load_adapter(model: Model, name_or_path: str | os.PathLike[str]) -> Model:
     return replace(_with_adapter(model, lora, trained), name=_absolute(name_or_path))
 
 
-def _find_weights(
-    config: ModelConfig, tensors: Tensors, folder: Path, in_4_bits: bool
-) -> tuple[ModelConfig, Tensors, set[str]]:
-    """Returns the architecture by the files' tensors, these tensors, and the names of the 4-bit weights."""
-    stored, tensors = resolve_tied_head(config, tensors, folder)
-    quantized = {name for name in tensors if in_4_bits and f"{name}.{FURTHER[0]}" in tensors}
-    check_tensors(stored, tensors, folder, quantized)
-    return stored, tensors, quantized
-
-
 def _load_with_base(name_or_path: str | os.PathLike[str], folder: Path, base: Any, options: Mapping[str, Any]) -> Model:
     base_name = base if base is not None else adapter_base(read_json(folder / ADAPTER_NAME), folder)
     try:
@@ -240,7 +231,6 @@ def reshard(model: Model, mesh: Mesh, replicated: Collection[str] = ()) -> Model
     """Returns the model on another mesh.
 
     Args:
-        model: Model to move.
         mesh: Devices of the new weights.
         replicated: Dims that may be replicated if they are not divisible by the mesh.
 
@@ -277,18 +267,13 @@ def resolve_tied_head(config: ModelConfig, tensors: Tensors, folder: Path) -> tu
 
     As in transformers, a single tensor is used for both, whichever of the two names it has, and two tensors that differ
     are two weights.
-
-    Args:
-        config: Architecture by `config.json`.
-        tensors: Tensors of the folder.
-        folder: Folder of the model, for the log.
     """
     if not config.tie_embeddings or config.num_labels or HEAD not in tensors:
         return config, tensors
     embedding = embedding_name(config)
     if embedding not in tensors:
-        return config, {**tensors, embedding: renamed(tensors[HEAD], HEAD)}
-    if _are_equal(tensors, embedding, HEAD):
+        return config, {**tensors, embedding: tensors[HEAD]}
+    if _are_equal(tensors[embedding], tensors[HEAD]):
         return config, tensors
     logger.warning(
         "%s: config.json has tie_word_embeddings, but %s and %s differ; they are loaded as two weights. If that is "
@@ -298,19 +283,21 @@ def resolve_tied_head(config: ModelConfig, tensors: Tensors, folder: Path) -> tu
     return replace(config, tie_embeddings=False), tensors
 
 
-def _are_equal(tensors: Tensors, first: str, second: str) -> bool:
+def _are_equal(first: Tensor, second: Tensor) -> bool:
     """Compares two tensors with only a few rows of them in memory at a time."""
 
-    def rows(name: str, start: int) -> np.ndarray:
-        block = tensors[name].get_slice(name)[start : min(start + COMPARED_ROWS, shape[0])]
-        tensors[name].close()
+    def rows(tensor: Tensor, start: int) -> np.ndarray:
+        block = tensor.read((slice(start, min(start + COMPARED_ROWS, tensor.shape[0])), slice(None)))
+        tensor.close()
         return block
 
-    slices = [tensors[name].get_slice(name) for name in (first, second)]
-    shape, other = (each.get_shape() for each in slices)
-    if shape != other or len(shape) != 2 or any(each.get_dtype() not in DTYPES for each in slices):
+    if (
+        first.shape != second.shape
+        or len(first.shape) != 2
+        or any(each.dtype not in DTYPES for each in (first, second))
+    ):
         return False
-    starts = range(0, shape[0], COMPARED_ROWS)
+    starts = range(0, first.shape[0], COMPARED_ROWS)
     return all(np.array_equal(rows(first, start), rows(second, start)) for start in starts)
 
 
@@ -318,9 +305,6 @@ def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized
     """Checks that a folder has a model's weights in their shapes, and no others.
 
     Args:
-        config: Architecture of the model.
-        tensors: Tensors of the folder.
-        folder: Folder of the model, for an error.
         quantized: Names of the 4-bit weights.
 
     Raises:
@@ -343,7 +327,7 @@ def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized
         if name in quantized:
             _check_quantized(name, spec, tensors, folder)
         else:
-            _check_tensor(name, spec, tensors[name], folder)
+            tensors[name].check(spec.tensor_shape, f"{folder}: {name}")
     known = {*specs, *([HEAD] if config.tie_embeddings else [])}
     known |= {f"{name}.{further}" for name in quantized for further in FURTHER}
     unknown = sorted(name for name in tensors if name not in known and not DERIVED.search(name))
@@ -353,20 +337,11 @@ def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized
         )
 
 
-def _check_tensor(name: str, spec: Spec, file: TensorFile, folder: Path) -> None:
-    found = file.get_slice(name).get_shape()
-    if found != list(spec.tensor_shape):
-        raise ValueError(f"{folder}: {name} has shape {found}, config.json says {list(spec.tensor_shape)}")
-    dtype = file.get_slice(name).get_dtype()
-    if dtype not in DTYPES:
-        raise ValueError(f"{folder}: {name} has dtype {dtype}; supported are {', '.join(DTYPES)}")
-
-
 def _check_quantized(name: str, spec: Spec, tensors: Tensors, folder: Path) -> None:
     if not (spec.is_layer_matrix or spec.is_vision_matrix) or spec.num_rows is not None:
         raise ValueError(f"{folder}: {name} is a 4-bit weight, which groupax only supports for single matrices")
     for stored in (name, *(f"{name}.{further}" for further in FURTHER)):
-        if stored in tensors and tensors[stored].get_slice(stored).get_dtype() not in ("U8", "F32"):
+        if stored in tensors and tensors[stored].dtype not in ("U8", "F32"):
             raise ValueError(f"{folder}: {stored} has a dtype other than U8 and F32, those of 4-bit weights")
 
 
@@ -376,8 +351,6 @@ def make_weight_loader(
     """Returns a function that loads a weight to its devices; quantized weights are replicated.
 
     Args:
-        mesh: Devices of the weights.
-        tensors: Tensors of the folder.
         dtype: Dtype of the weights in memory; None keeps each tensor's own.
         weights: Format that the layers' matrices are quantized to.
         quantized: Names of the weights that are in 4 bits already.
@@ -388,7 +361,7 @@ def make_weight_loader(
     def load(spec: Spec, sharding: Any) -> Any:
         if spec.name in quantized:
             try:
-                return read_nf4(spec.name, spec.shape, lambda name: tensors[name].get_tensor(name), replicated)
+                return read_nf4(spec.name, spec.shape, lambda name: tensors[name].whole(), replicated)
             except ValueError as error:
                 raise ValueError(f"{tensors[spec.name].path}: {error}") from error
         array = _load(spec, sharding, tensors, dtype)
@@ -412,8 +385,8 @@ def _load(spec: Spec, sharding: Any, tensors: Tensors, dtype: Any) -> jax.Array:
 def _read_shard(spec: Spec, tensors: Tensors, index: Any) -> np.ndarray:
     """Reads the shard of a weight at a tuple of slices, directly from the files."""
     if spec.is_stacked:
-        return np.stack([tensors[name].get_slice(name)[index[1:]] for name in spec.tensor_names[index[0]]])
-    stored = tensors[spec.name].get_slice(spec.name)
+        return np.stack([tensors[name].read(index[1:]) for name in spec.tensor_names[index[0]]])
     index = spec.stored_index(index)
     steps = tuple(slice(None, None, each.step) for each in index)  # which slices of files do not have
-    return spec.reordered(stored[tuple(slice(each.start, each.stop) for each in index)][steps])
+    stored = tensors[spec.name].read(tuple(slice(each.start, each.stop) for each in index))
+    return spec.reordered(stored[steps])

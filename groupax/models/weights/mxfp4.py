@@ -7,7 +7,7 @@ the exponent of each 32 numbers, in 8 bits. Source: OCP Microscaling Formats Spe
 import jax.numpy as jnp
 import numpy as np
 
-from groupax.models.weights.tensor_files import DerivedFile, Slices, TensorFile, Tensors
+from groupax.models.weights.tensor_files import Tensor, Tensors
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 # The sixteen numbers of 4 bits: a sign, two bits of exponent and one of mantissa.
@@ -17,48 +17,43 @@ _FACTORS = np.append(np.ldexp(np.float32(1.0), np.arange(255) - 127), np.float32
 
 
 def dequantized_tensors(tensors: Tensors) -> Tensors:
-    """Returns tensors by the names of the weights, with those of 4 bits as files that dequantize what is read.
+    """Returns tensors by the names of the weights, with those of 4 bits as tensors that dequantize what is read.
 
     Raises:
-        ValueError: A weight has blocks without scales.
+        ValueError: A weight has blocks without scales, or of other shapes or dtypes.
     """
     names = [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]
     lacking = [name for name in names if name + _SCALES not in tensors]
     if lacking:
         raise ValueError(f"{tensors[lacking[0] + _BLOCKS].path} has {lacking[0]}{_BLOCKS}, but there are no scales")
     quantized = {name + suffix for name in names for suffix in (_BLOCKS, _SCALES)}
-    whole = {name: file for name, file in tensors.items() if name not in quantized}
+    whole = {name: each for name, each in tensors.items() if name not in quantized}
     return whole | {name: _dequantized(tensors[name + _BLOCKS], tensors[name + _SCALES], name) for name in names}
 
 
-def _dequantized(blocks: TensorFile, scales: TensorFile, name: str) -> DerivedFile:
+def _dequantized(blocks: Tensor, scales: Tensor, name: str) -> Tensor:
     """Returns a weight [E, I, O] in bfloat16, which has all its numbers.
 
-    It is stored as blocks [E, O, I / 32, 16] and scales [E, O, I / 32]; tensors of other shapes or dtypes are a
-    `ValueError` when it is read.
+    It is stored as blocks [E, O, I / 32, 16] and scales [E, O, I / 32].
     """
+    shape = blocks.shape
+    if len(shape) != 4 or shape[3] != 16 or scales.shape != shape[:3]:
+        raise ValueError(
+            f"{name} has blocks of shape {list(shape)} and scales of shape {list(scales.shape)}; 4-bit weights need "
+            "[E, O, G, 16] and [E, O, G]"
+        )
+    if (dtypes := (blocks.dtype, scales.dtype)) != ("U8", "U8"):
+        raise ValueError(f"{name} has blocks and scales of dtypes {dtypes}; 4-bit weights need U8")
 
-    def make() -> Slices:
-        stored = blocks.get_slice(name + _BLOCKS), scales.get_slice(name + _SCALES)
-        shape, of_scales = (each.get_shape() for each in stored)
-        if len(shape) != 4 or shape[3] != 16 or of_scales != shape[:3]:
-            raise ValueError(
-                f"{name} has blocks of shape {shape} and scales of shape {of_scales}; 4-bit weights need [E, O, G, 16] "
-                "and [E, O, G]"
-            )
-        if (dtypes := tuple(each.get_dtype() for each in stored)) != ("U8", "U8"):
-            raise ValueError(f"{name} has blocks and scales of dtypes {dtypes}; 4-bit weights need U8")
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        expert, inputs, outputs = index
+        first, end, _ = inputs.indices(32 * shape[2])
+        groups = slice(first // 32, -(-end // 32))
+        part = expert, outputs, groups
+        weight = dequantize(blocks.read((*part, slice(None))), scales.read(part))
+        return weight[:, :, first - 32 * groups.start : end - 32 * groups.start].swapaxes(1, 2)
 
-        def read(index: tuple[slice, ...]) -> np.ndarray:
-            expert, inputs, outputs = index
-            first, end, _ = inputs.indices(32 * shape[2])
-            groups = slice(first // 32, -(-end // 32))
-            weight = dequantize(*(each[expert, outputs, groups] for each in stored))
-            return weight[:, :, first - 32 * groups.start : end - 32 * groups.start].swapaxes(1, 2)
-
-        return Slices([shape[0], 32 * shape[2], shape[1]], "BF16", read)
-
-    return DerivedFile([blocks, scales], make)
+    return Tensor((shape[0], 32 * shape[2], shape[1]), "BF16", read, blocks.files + scales.files)
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

@@ -217,12 +217,6 @@ def nf4_tensors(name: str, weight: Nf4, dtype: str) -> dict[str, np.ndarray]:
 def read_nf4(name: str, shape: tuple[int, ...], get: Callable[[str], np.ndarray], sharding: Any) -> Nf4:
     """Reads one weight.
 
-    Args:
-        name: Name of the weight.
-        shape: Expected shape.
-        get: Function that returns a tensor by name.
-        sharding: Sharding of the result.
-
     Raises:
         ValueError: The layout differs from that of `nf4_tensors`, or the weight is damaged.
     """

@@ -106,6 +106,8 @@ def _write_tokenizer_and_card(folder: Path, tokenizer: Any, card: str | None) ->
 
 
 def _save_params(model: Model, folder: Path, dtype: Any, weights: str) -> None:
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     own = model.params["embed"].dtype
     specs = model_specs(model.config)
     leaves = jax.tree.structure(specs).flatten_up_to(model.params)
@@ -118,31 +120,22 @@ def _save_params(model: Model, folder: Path, dtype: Any, weights: str) -> None:
         )
         for name, parts in by_name.items()
     }
-    shards = _group_in_shards(sizes)
+    split = split_state_dict_into_shards_factory(
+        sizes,
+        get_storage_size=lambda size: size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=SHARD_BYTES,
+    )
     weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    for file, names in split.filename_to_tensors.items():
         tensors: dict[str, np.ndarray] = {}
-        for name in shard:
+        for name in names:
             tensors |= _tensors_of(by_name[name], dtype, own, weights)
         save_file(tensors, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(0o644)  # safetensors creates files that only their owner can read
         weight_map |= dict.fromkeys(tensors, file)
-    if len(shards) > 1:
-        write_json(folder / INDEX_NAME, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
-
-
-def _group_in_shards(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Groups the names of weights into files of at most `SHARD_BYTES`; a larger weight has a file to itself."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, num_bytes in sizes.items():
-        if shards[-1] and size + num_bytes > SHARD_BYTES:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += num_bytes
-    return shards
+    if split.is_sharded:
+        write_json(folder / INDEX_NAME, {"metadata": split.metadata, "weight_map": weight_map})
 
 
 def _tensors_of(parts: list[tuple[Spec, Any]], dtype: Any, own: Any, weights: str) -> dict[str, np.ndarray]:
@@ -222,8 +215,6 @@ def host_tensors(specs: Params, leaves: list[Any], names: Container[str] | None 
     """Returns weights as tensors on the host, without a copy if the devices allow it.
 
     Args:
-        specs: Specs of the weights.
-        leaves: Weights (see `param_leaves`).
         names: Names of the requested weights in a checkpoint; None for all.
     """
     tensors: dict[str, np.ndarray] = {}
@@ -237,7 +228,6 @@ def replace_tensors(specs: Params, params: Params, tensors: Mapping[str, np.ndar
     """Returns weights with some of their tensors replaced; dtypes and shardings stay the same.
 
     Args:
-        specs: Specs of the weights.
         params: Old weights, which are not modified.
         tensors: New tensors by name, in the shapes of the specs. They must not be modified afterwards, since the
             weights may share their memory.

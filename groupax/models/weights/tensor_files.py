@@ -2,8 +2,8 @@
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,6 @@ class TensorFile:
     """A safetensors file that is memory-mapped only while a weight is read.
 
     Pages that were read of a mapped file count as memory of the process, like a second copy of the weights.
-
-    Args:
-        path: Path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,13 +53,16 @@ class TensorFile:
                 ) from error
         return self._file
 
-    def get_slice(self, name: str) -> Any:
-        """Returns a tensor that can be read in slices."""
-        return self.file.get_slice(name)
+    def tensors(self) -> "Tensors":
+        """Returns the file's tensors by name, from its header."""
+        found = {name: self._tensor(name) for name in self.file.keys()}  # noqa: SIM118 - not a mapping
+        self.close()
+        return found
 
-    def get_tensor(self, name: str) -> np.ndarray:
-        """Reads a tensor."""
-        return self.file.get_tensor(name)
+    def _tensor(self, name: str) -> "Tensor":
+        stored = self.file.get_slice(name)
+        shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+        return Tensor(shape, dtype, lambda index: self.file.get_slice(name)[index], (self,))
 
     def close(self) -> None:
         """Unmaps the file, which is opened again when it is needed."""
@@ -70,99 +70,77 @@ class TensorFile:
 
 
 @dataclass(frozen=True)
-class Slices:
-    """A tensor that is made of stored ones as its slices are read, with the interface of a slice of safetensors.
+class Tensor:
+    """A tensor that is read in slices from a file, or made of such tensors as it is read.
 
     Attributes:
         shape: Its shape.
         dtype: Name of its dtype in safetensors files.
-        read: Returns the part at a tuple of slices.
+        read: Returns the part at a tuple of slices, one per dim.
+        files: Files that it is read from.
     """
 
-    shape: list[int]
+    shape: tuple[int, ...]
     dtype: str
     read: Callable[[tuple[slice, ...]], np.ndarray]
+    files: tuple[TensorFile, ...]
 
-    def get_shape(self) -> list[int]:
-        """Returns the shape."""
-        return self.shape
+    @property
+    def path(self) -> Path:
+        """Path of the first of its files."""
+        return self.files[0].path
 
-    def get_dtype(self) -> str:
-        """Returns the name of the dtype."""
-        return self.dtype
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        return self.read(index)
-
-
-class DerivedFile(TensorFile):
-    """The file of one tensor that is made of stored ones, whatever name it is requested by.
-
-    Args:
-        files: The files with the stored ones.
-        make: Returns the tensor, to be read in slices.
-    """
-
-    def __init__(self, files: Sequence[TensorFile], make: Callable[[], Any]) -> None:
-        super().__init__(files[0].path)
-        self.files, self.make = files, make
-
-    def get_slice(self, name: str) -> Any:
-        """Returns the tensor."""
-        del name
-        return self.make()
-
-    def get_tensor(self, name: str) -> np.ndarray:
+    def whole(self) -> np.ndarray:
         """Reads the tensor."""
-        found = self.get_slice(name)
-        return found[(slice(None),) * len(found.get_shape())]
+        return self.read((slice(None),) * len(self.shape))
 
     def close(self) -> None:
         """Unmaps the files."""
         for file in self.files:
             file.close()
 
+    def check(self, shape: tuple[int, ...], name: str, config: str = "config.json") -> None:
+        """Checks that it is a weight of this shape.
 
-def renamed(file: TensorFile, stored: str) -> DerivedFile:
-    """Returns the file of a tensor that has another name there."""
-    return DerivedFile([file], lambda: file.get_slice(stored))
+        Args:
+            shape: Shape of the weight.
+            name: Where the tensor is and its name, for an error.
+            config: File that gives the shape, for an error.
+
+        Raises:
+            ValueError: It has another shape or an unsupported dtype.
+        """
+        if self.shape != shape:
+            raise ValueError(f"{name} has shape {list(self.shape)}, {config} says {list(shape)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{name} has dtype {self.dtype}; supported are {', '.join(DTYPES)}")
 
 
-def _rows(file: TensorFile, stack: str, matrix: int, part: int, num_parts: int) -> DerivedFile:
+Tensors = dict[str, Tensor]
+
+
+def _rows(stack: Tensor, matrix: int, part: int, num_parts: int) -> Tensor:
     """Returns one of equally many rows of one matrix of a stack as a tensor of its own."""
+    _, num_rows, *others = stack.shape
+    size = num_rows // num_parts
 
-    def make() -> Slices:
-        stored = file.get_slice(stack)
-        _, num_rows, *others = stored.get_shape()
-        size = num_rows // num_parts
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        first, end, _ = index[0].indices(size)
+        own = slice(part * size + first, part * size + end)
+        return stack.read((slice(matrix, matrix + 1), own, *index[1:]))[0]
 
-        def read(index: tuple[slice, ...]) -> np.ndarray:
-            first, end, _ = index[0].indices(size)
-            own = slice(part * size + first, part * size + end)
-            return stored[(slice(matrix, matrix + 1), own, *index[1:])][0]
-
-        return Slices([size, *others], stored.get_dtype(), read)
-
-    return DerivedFile([file], make)
+    return replace(stack, shape=(size, *others), read=read)
 
 
-def _transposed(file: TensorFile, name: str) -> DerivedFile:
+def _transposed(stored: Tensor) -> Tensor:
     """Returns a tensor with its last two dims in the other order."""
+    *others, rows, columns = stored.shape
 
-    def make() -> Slices:
-        stored = file.get_slice(name)
-        *others, rows, columns = stored.get_shape()
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        *before, row, column = index
+        return stored.read((*before, column, row)).swapaxes(-1, -2)
 
-        def read(index: tuple[slice, ...]) -> np.ndarray:
-            *before, row, column = index
-            return stored[(*before, column, row)].swapaxes(-1, -2)
-
-        return Slices([*others, columns, rows], stored.get_dtype(), read)
-
-    return DerivedFile([file], make)
-
-
-Tensors = dict[str, TensorFile]  # files by the names of their tensors
+    return replace(stored, shape=(*others, columns, rows), read=read)
 
 
 def find_tensors(folder: Path) -> Tensors:
@@ -181,15 +159,14 @@ def find_tensors(folder: Path) -> Tensors:
         )
     tensors: Tensors = {}
     for file_name, file in files.items():
-        for name in file.file.keys():  # noqa: SIM118 - not a mapping
+        for name, tensor in file.tensors().items():
             if name in tensors:
                 raise ValueError(
                     f"{folder}: {short_repr(name)} is in both {tensors[name].path.name} and {file_name}; a tensor must "
                     "be in one file"
                 )
-            tensors[name] = file
-        file.close()
-    absent = [name for name, file_name in weight_map.items() if tensors.get(name) is not files[file_name]]
+            tensors[name] = tensor
+    absent = [name for name, file in weight_map.items() if name not in tensors or tensors[name].path.name != file]
     if absent:
         raise ValueError(
             f"{folder / INDEX_NAME} says that {short_repr(weight_map[absent[0]])} contains {short_repr(absent[0])}, "
@@ -301,21 +278,18 @@ def own_tensors(hf: Mapping[str, Any], config: ModelConfig, tensors: Tensors, fo
 
     Args:
         hf: Parsed `config.json`, of the whole model.
-        config: Architecture of the model.
-        tensors: All tensors of the folder.
-        folder: Folder of the model, for the log.
     """
     found = dict(tensors)
     if has_text_part(hf):
-        found = _renamed({name: file for name, file in tensors.items() if not _IMAGES.match(name)}, _TEXT_PREFIXES)
+        found = _renamed({name: each for name, each in tensors.items() if not _IMAGES.match(name)}, _TEXT_PREFIXES)
     elif hf.get("model_type") in VISION_FAMILIES:
         found = _renamed(tensors, _OLDER_PREFIXES)
     if num_ahead := hf.get("num_nextn_predict_layers") or 0:
         ahead = range(config.num_layers, config.num_layers + num_ahead)
         layers = {name: int(match[1]) for name in found if (match := _LAYER.match(name))}
-        found = {name: file for name, file in found.items() if layers.get(name, -1) not in ahead}
+        found = {name: each for name, each in found.items() if layers.get(name, -1) not in ahead}
     if hf.get("model_type") in _WITH_AHEAD:
-        found = {name: file for name, file in found.items() if not _AHEAD.match(name)}
+        found = {name: each for name, each in found.items() if not _AHEAD.match(name)}
     num_left = len(found)
     if hf.get("model_type") in _WITH_STACKS:
         found = _unstacked(found)
@@ -330,30 +304,27 @@ def own_tensors(hf: Mapping[str, Any], config: ModelConfig, tensors: Tensors, fo
     return found
 
 
-def _renamed(tensors: Tensors, prefixes: tuple[tuple[str, str], ...]) -> dict[str, TensorFile]:
-    found = {}
-    for name, file in tensors.items():
-        own = next((new + name.removeprefix(old) for old, new in prefixes if name.startswith(old)), name)
-        found[own] = file if own == name else renamed(file, name)
-    return found
+def _renamed(tensors: Tensors, prefixes: tuple[tuple[str, str], ...]) -> Tensors:
+    def own(name: str) -> str:
+        return next((new + name.removeprefix(old) for old, new in prefixes if name.startswith(old)), name)
+
+    return {own(name): tensor for name, tensor in tensors.items()}
 
 
 def _unstacked(tensors: Tensors) -> Tensors:
     """Returns the tensors with the matrices of stacked experts by the names that each expert's would have."""
     found: Tensors = {}
-    for name, file in tensors.items():
+    for name, tensor in tensors.items():
         match = _STACKS.fullmatch(name)
-        shape = file.get_slice(name).get_shape() if match else []
-        if match is None or len(shape) != 3 or not 1 <= shape[0] <= MAX_EXPERTS:
-            found[name] = file
+        if match is None or len(tensor.shape) != 3 or not 1 <= tensor.shape[0] <= MAX_EXPERTS:
+            found[name] = tensor
             continue
         parts = match[2].removesuffix("_proj").split("_")
         found |= {
-            f"{match[1]}.{expert}.{part}_proj.weight": _rows(file, name, expert, index, len(parts))
-            for expert in range(shape[0])
+            f"{match[1]}.{expert}.{part}_proj.weight": _rows(tensor, expert, index, len(parts))
+            for expert in range(tensor.shape[0])
             for index, part in enumerate(parts)
         }
-        file.close()
     return found
 
 
@@ -361,17 +332,12 @@ def _in_released_order(tensors: Tensors, hidden_size: int) -> Tensors:
     """Returns the tensors with stacks of experts in the order of released models, if their shape tells the order.
 
     Released are [E, D, 2 F] for gates and [E, F, D] for the matrices after them.
-
-    Args:
-        tensors: Tensors by name.
-        hidden_size: D.
     """
     found = dict(tensors)
-    for name, file in tensors.items():
-        if match := _STACKS.fullmatch(name):
-            _, *sizes = file.get_slice(name).get_shape() or [0]
-            file.close()
-            is_gate = match[2] == "gate_up_proj"
-            if len(sizes) == 2 and sizes[0] != sizes[1] and sizes[is_gate] == hidden_size:
-                found[name] = _transposed(file, name)
+    for name, tensor in tensors.items():
+        match, sizes = _STACKS.fullmatch(name), tensor.shape[1:]
+        if match is None or len(sizes) != 2 or sizes[0] == sizes[1]:
+            continue
+        if sizes[match[2] == "gate_up_proj"] == hidden_size:
+            found[name] = _transposed(tensor)
     return found

@@ -26,15 +26,7 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 
 def generate(num: int, seed: int, held_out: bool = False) -> list[dict[str, Any]]:
-    """Generates problems with their answers, of five digits. No problem is in both splits.
-
-    Args:
-        num: Number of problems.
-        seed: Seed that determines the problems.
-        held_out: Whether to draw from the held-out split.
-
-    Returns:
-        Rows with the columns `prompt`, a conversation, and `answer`.
+    """Returns rows with the columns `prompt`, a conversation, and `answer`, of five digits, of one of two splits.
 
     Example:
         >>> generate(1, seed=0)
@@ -59,10 +51,7 @@ def expressions(seed: int, held_out: bool = False) -> Iterator[str]:
 
 
 def evaluate(expression: str) -> int:
-    """Returns the value of an expression of whole numbers, `+`, `-`, `*` and parentheses.
-
-    Raises:
-        ValueError: It contains something else, or is too long.
+    """Returns the value of an expression of whole numbers, `+`, `-`, `*` and parentheses, of at most `MAX_CHARACTERS`.
 
     Example:
         >>> evaluate("348*27+95")

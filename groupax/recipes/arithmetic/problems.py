@@ -27,15 +27,9 @@ PRECEDENCE = {"+": 1, "-": 1, "*": 2}
 
 
 def generate(num: int, seed: int, split: Split = "train") -> list[dict[str, str]]:
-    """Generates problems with their answers. No problem is in both splits; it may occur twice in one.
+    """Returns rows with the columns `prompt` and `answer`. No problem is in both splits; it may occur twice in one.
 
-    Args:
-        num: Number of problems.
-        seed: Seed that determines the problems; a shorter list is the start of a longer one.
-        split: Split to draw from.
-
-    Returns:
-        Rows with the columns `prompt` and `answer`.
+    The seed determines the problems; a shorter list is the start of a longer one.
 
     Example:
         >>> generate(1, seed=0)

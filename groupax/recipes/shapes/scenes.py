@@ -84,15 +84,9 @@ class Scene:
 
 
 def generate(num: int, seed: int, split: Split = "train") -> list[dict[str, Any]]:
-    """Generates questions with their pictures and answers. No picture is in both splits.
+    """Returns rows with the columns `prompt`, a conversation, `image`, a PIL image, and `answer`.
 
-    Args:
-        num: Number of questions.
-        seed: Seed that determines them; a shorter list is the start of a longer one.
-        split: Split to draw from.
-
-    Returns:
-        Rows with the columns `prompt`, a conversation, `image`, a PIL image, and `answer`.
+    No picture is in both splits. The seed determines the rows; a shorter list is the start of a longer one.
     """
     if num < 0:
         raise ValueError(f"num must be at least 0, got {num}")

@@ -27,16 +27,24 @@ def _quiet(record: logging.LogRecord) -> bool:
 logging.getLogger("absl").addFilter(_quiet)
 
 
-def start_writing(folder: Path, tree: Any) -> Callable[[], None]:
-    """Copies the arrays to the host and writes them in the background; called by one process alone.
+def start_writing(folder: Path, trees: Mapping[str, Any]) -> Callable[[], None]:
+    """Copies trees of arrays to the host and writes each into the subfolder of its name in the background.
 
-    Args:
-        folder: Folder to create.
-        tree: Tree of arrays, which may be donated or deleted as soon as this returns.
+    The arrays may be donated or deleted as soon as this returns. One process alone calls it.
 
     Returns:
         A function that waits until everything is written, and raises what went wrong.
     """
+    waits = [_start_writing(folder / name, tree) for name, tree in trees.items()]
+
+    def wait() -> None:
+        for each in waits:
+            each()
+
+    return wait
+
+
+def _start_writing(folder: Path, tree: Any) -> Callable[[], None]:
     import orbax.checkpoint as ocp
 
     alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
@@ -63,14 +71,9 @@ def _handlers() -> Any:
 
 
 def read(folder: Path, like: Any) -> Any:
-    """Returns the arrays of a folder in the structure of `like`.
+    """Returns the arrays of a folder in the structure of `like`, of `jax.ShapeDtypeStruct`s with any shardings.
 
-    Args:
-        folder: Folder that `start_writing` wrote.
-        like: Tree of `jax.ShapeDtypeStruct`s with the requested shardings, on any mesh.
-
-    Raises:
-        ValueError: The folder has other arrays, or arrays of other shapes or dtypes.
+    Raises a ValueError if the folder has other arrays, or arrays of other shapes or dtypes.
     """
     import orbax.checkpoint as ocp
 

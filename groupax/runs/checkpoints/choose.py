@@ -17,19 +17,12 @@ ENTRIES = {"cursor", "devices", "identity", "learner", "log", "metrics_bytes", "
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A complete checkpoint.
+    """A complete checkpoint."""
 
-    Attributes:
-        step: Step of the run.
-        where: Path or URL, for messages.
-        folder: Local folder with its files.
-        state: Content of its `state.json`.
-    """
-
-    step: int
-    where: str
-    folder: Path
-    state: Mapping[str, Any]
+    step: int  # of the run
+    where: str  # path or URL, for messages
+    folder: Path  # local folder with its files
+    state: Mapping[str, Any]  # content of its `state.json`
 
     @property
     def location(self) -> str:
@@ -72,12 +65,7 @@ def split_path(path: str) -> tuple[str, int | None]:
 
 
 def readable_checkpoints(store: Store, faults: dict[int, Fault]) -> Iterator[Saved]:
-    """Yields the checkpoints that this groupax can continue, newest first.
-
-    Args:
-        store: The run's checkpoints.
-        faults: Filled with the faults of the other checkpoints, by step.
-    """
+    """Yields the checkpoints that this groupax can continue, newest first; `faults` receives those of the others."""
     for step in reversed(store.steps()):
         saved = Saved(step, store.where(step), store.local(step), store.state(step))
         damaged = damage(saved.folder)
@@ -168,8 +156,7 @@ def _same_run(saved: Saved, identity: Identity, emit: Emit) -> bool:
 
 def _check(saved: Saved, identity: Identity, emit: Emit) -> None:
     found = differences(saved.state["identity"], identity)
-    refused = incompatible(found)
-    if refused:
+    if refused := incompatible(found):
         raise ValueError(
             f"resume: {saved.where} cannot be continued by this run; the differences are\n{describe(refused)}\nGive "
             "the same, or export the checkpoint (groupax checkpoints RUN_DIR export) and start a new run from it"

@@ -21,16 +21,8 @@ from groupax.runs.checkpoints.store import Store, damage
 def export(store: Store, step: int, folder: str | os.PathLike[str]) -> Path:
     """Writes the policy of a checkpoint as a Hugging Face folder, in the dtype of the run's starting model.
 
-    The run's tokenizer and the settings of its image processor are written too.
-
-    Args:
-        store: The run's checkpoints.
-        step: Step of the checkpoint.
-        folder: Folder to write; a model that groupax wrote there is replaced.
-
-    Raises:
-        ForeignFilesError: The folder has files that groupax did not write.
-        ValueError: The checkpoint is damaged, or its weights are not those of a complete model.
+    The run's tokenizer and the settings of its image processor are written too. A model that groupax wrote into the
+    folder is replaced; one with other files is refused, as is a damaged checkpoint or one of an adapter.
     """
     configure_jax()
     local = store.local(step)

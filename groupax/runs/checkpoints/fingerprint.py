@@ -35,17 +35,7 @@ def identity_of(
     num_steps: int,
     images: Sequence[tuple[str, ...]] = (),
 ) -> Identity:
-    """Returns everything that identifies a run, as plain data.
-
-    Args:
-        args: The run's settings.
-        model: The starting model.
-        tokenizer: The tokenizer with its chat template.
-        prompts: Token ids of each training prompt.
-        rewards: Names of the reward functions.
-        num_steps: Number of optimizer steps of the run.
-        images: Digests of the images of each training prompt; empty if all prompts are text.
-    """
+    """Returns everything that identifies a run, as plain data; `images` has digests, empty if all prompts are text."""
     data = [*(ids.tobytes() for ids in prompts), *(" ".join(digests).encode() for digests in images)]
     return _plain(
         {
@@ -111,9 +101,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def _flat(identity: Identity) -> dict[str, Any]:
-    known = _plain(
-        config_class(identity["settings"])().to_dict()
-    )  # what an older version did not have yet was as the default is
+    # what an older version did not have yet was as the default is
+    known = _plain(config_class(identity["settings"])().to_dict())
     settings = {name: value for name, value in {**known, **identity["settings"]}.items() if _RESUME.get(name) != "free"}
     flat: dict[str, Any] = {}
     for name, value in identity.items():

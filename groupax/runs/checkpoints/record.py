@@ -12,6 +12,7 @@ import datetime
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -119,34 +120,21 @@ def start_writing(
         trees[UNTRAINED] = learner.untrained
     if num_processes() > 1:
         trees = to_host_on_primary(trees)
-
-    def begin(folder: Path) -> Callable[[], None]:
-        waits = [arrays.start_writing(folder / name, tree) for name, tree in trees.items()]
-
-        def wait() -> None:
-            for each in waits:
-                each()
-
-        return wait
-
-    return begin
+    return partial(arrays.start_writing, trees=trees)
 
 
 def restore_learner(learner: PolicyLearner, folder: Path, state: Mapping[str, Any]) -> None:
     """Restores the saved state of a new learner on its own mesh, after freeing its arrays.
 
-    Raises:
-        ValueError: The folder has other arrays, or the state other adapters.
+    Raises a ValueError if the folder has other arrays, or the state other adapters.
     """
     _restore_progress(learner, state)
     like = {name: arrays.abstract(tree) for name, tree in trees_of(learner, with_optimizer=True).items()}
     for leaf in jax.tree.leaves(trees_of(learner, with_optimizer=True)):
         leaf.delete()
     params = arrays.read(folder / PARAMS, like[PARAMS])
-    if has_optimizer(folder):
-        optimizer = arrays.read(folder / OPTIMIZER, like[OPTIMIZER])
-    else:
-        optimizer = _new_optimizer(learner, params)
+    has_own = has_optimizer(folder)
+    optimizer = arrays.read(folder / OPTIMIZER, like[OPTIMIZER]) if has_own else _new_optimizer(learner, params)
     reference = arrays.read(folder / REFERENCE, like[REFERENCE]) if REFERENCE in like else None
     learner.restore(TrainState(params, optimizer), reference)
 
@@ -178,26 +166,13 @@ def _restore_progress(learner: PolicyLearner, state: Mapping[str, Any]) -> None:
 
 
 def restore_params(learner: PolicyLearner, folder: Path) -> None:
-    """Replaces a learner's weights by those of a checkpoint; the rest of its state stays as it is.
-
-    Raises:
-        ValueError: The folder has other arrays.
-    """
+    """Replaces a learner's weights by those of a checkpoint; the rest of its state stays as it is."""
     params = arrays.read(folder / PARAMS, arrays.abstract(learner.state.params))
     learner.restore(TrainState(params, learner.state.opt_state), None)
 
 
 def read_policies(folder: Path, state: Sequence[Mapping[str, int]], learner: PolicyLearner) -> dict[int, Policy]:
-    """Returns the policies that sample the next rollouts, by the rollout's number.
-
-    Args:
-        folder: Folder of the checkpoint.
-        state: Their entry of `state.json`.
-        learner: The run's learner.
-
-    Raises:
-        ValueError: The folder has other arrays.
-    """
+    """Returns the policies that sample the next rollouts by the rollout's number, given their entry of `state.json`."""
     if not state:
         return {}
     like = arrays.abstract(learner.snapshot())
@@ -221,8 +196,8 @@ def write_rollout(experience: Experience, folder: Path) -> None:
     columns: dict[str, list[Any]] = {"group": [i for i, group in enumerate(experience.groups) for _ in group]}
     for field in fields(Rollout):
         if field.name not in ("example", "images", *BY_NAME):
-            stored = AS_STORED.get(field.name, _unchanged)
-            columns[field.name] = [stored(getattr(row, field.name)) for row in rollouts]
+            values = (getattr(row, field.name) for row in rollouts)
+            columns[field.name] = [*map(AS_STORED[field.name], values)] if field.name in AS_STORED else [*values]
     for name in BY_NAME:
         keys = dict.fromkeys(key for row in rollouts for key in getattr(row, name))
         columns |= {f"{name}/{key}": [getattr(row, name).get(key) for row in rollouts] for key in keys}
@@ -239,15 +214,12 @@ def write_rollout(experience: Experience, folder: Path) -> None:
 def read_rollout(
     folder: Path, state: Mapping[str, Any], prompt_of: Callable[[int], tuple[Any, PromptImages | None]]
 ) -> tuple[Experience, list[dict[str, np.ndarray | None]]]:
-    """Returns a rollout that `write_rollout` has written.
+    """Returns a rollout that `write_rollout` has written, without its minibatches, and the log-probs of each row.
 
     Args:
         folder: Folder of the checkpoint.
         state: The rollout's entry of `state.json`.
         prompt_of: Returns the dataset row of a prompt, and its images, by its index in the rollout.
-
-    Returns:
-        The rollout without its minibatches, and the log-probs of each row.
     """
     import pyarrow.parquet
 
@@ -327,7 +299,3 @@ def _shape(record: Mapping[str, Any]) -> Shape:
         return tuple(map(tuples, value)) if isinstance(value, list) else value
 
     return Shape(**{name: tuples(value) for name, value in record.items()})
-
-
-def _unchanged(value: Any) -> Any:
-    return value

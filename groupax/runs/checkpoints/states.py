@@ -18,14 +18,12 @@ from groupax.core.settings.run import CheckpointSettings
 from groupax.events import ignore
 from groupax.parallel.processes import num_processes
 from groupax.rollouts.pipeline import Policy
-from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.record import trees_of, write_rollout
 from groupax.runs.checkpoints.store import OWN, LocalStore, Store
 from groupax.runs.checkpoints.writer import CheckpointWriter, Snapshot
-from groupax.runs.folder import RunFolder
 from groupax.runs.rollout_log import to_remove
-from groupax.training.adapters import PolicyLearner
+from groupax.runs.trainer import Trainer
 
 FOLDER = "states"
 TIMES_WAIT, LEAST_S = 600.0, 5.0  # between two states: this multiple of what one costs, and this many seconds
@@ -33,21 +31,18 @@ BY_HAND = CheckpointSettings(save_steps=0, save_interval_minutes=0.0, save_total
 
 
 class StateKeeper:
-    """The states of one run.
+    """The states of one run, of at most `max_bytes`.
 
-    Args:
-        folder: The run folder.
-        learner: Its learner.
-        max_bytes: Budget of `states/`; models whose state exceeds a third of it have no states.
-        checkpoints: Its checkpoints. Only runs of one process with checkpoints in their own folder have states.
+    Models whose state exceeds a third of that have none; nor have runs of several processes, and those whose
+    checkpoints are not in their own folder.
     """
 
-    def __init__(self, folder: RunFolder, learner: PolicyLearner, max_bytes: int, checkpoints: Store) -> None:
-        self.learner, self.max_bytes = learner, max_bytes
+    def __init__(self, trainer: Trainer, max_bytes: int, checkpoints: Store) -> None:
+        self.trainer, self.max_bytes = trainer, max_bytes
         is_own = isinstance(checkpoints, LocalStore) and checkpoints.layout is OWN
-        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(trees_of(learner, with_optimizer=True)))
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(trees_of(trainer.learner, with_optimizer=True)))
         self.is_kept = is_own and num_processes() == 1 and 3 * num_bytes <= max_bytes
-        self.store = LocalStore(folder.path / FOLDER)
+        self.store = LocalStore(trainer.run_folder.path / FOLDER)
         self.writer = CheckpointWriter(self.store, BY_HAND, ignore, lambda: None)
         self._due_s = time.monotonic() + LEAST_S
 
@@ -57,31 +52,17 @@ class StateKeeper:
             if each > step:
                 self.store.delete(each)
 
-    def keep_if_due(
-        self,
-        cursor: Cursor,
-        experience: Experience | None,
-        policies: Callable[[Cursor], Mapping[int, Policy]],
-        state_of: Callable[[Mapping[int, Policy]], Mapping[str, Any]],
-    ) -> None:
-        """Starts to write the present state if it is due.
-
-        Args:
-            cursor: Progress of the run.
-            experience: The rollout in progress.
-            policies: Returns the earlier policies that sample the next rollouts.
-            state_of: Returns the content of `state.json` with these.
-        """
-        begun_s = time.monotonic()
+    def keep_if_due(self, state_of: Callable[[Mapping[int, Policy]], Mapping[str, Any]]) -> None:
+        """Starts to write the present state if it is due; `state_of` returns `state.json` with the earlier policies."""
+        cursor, experience, begun_s = self.trainer.cursor, self.trainer.experience, time.monotonic()
         if not self.is_kept or not cursor.step or begun_s < self._due_s or self.writer.is_writing:
             return
-        earlier = policies(cursor)
-        trees = jax.tree.map(lambda leaf: np.array(leaf, copy=True), trees_of(self.learner, True, earlier))
+        earlier = self.trainer.policies(cursor)
+        trees = jax.tree.map(lambda leaf: np.array(leaf, copy=True), trees_of(self.trainer.learner, True, earlier))
         text = json.dumps(state_of(earlier))
 
         def write(folder: Path) -> None:
-            for wait in [arrays.start_writing(folder / name, tree) for name, tree in trees.items()]:
-                wait()
+            arrays.start_writing(folder, trees)()
             if experience is not None:
                 write_rollout(experience, folder)
 
@@ -94,10 +75,7 @@ class StateKeeper:
         self.writer.wait()
 
     def _thin_out(self) -> None:
-        sizes = {step: _size(self.store.local(step)) for step in self.store.steps()}
+        files = {step: self.store.local(step).rglob("*") for step in self.store.steps()}
+        sizes = {step: sum(path.stat().st_size for path in own if path.is_file()) for step, own in files.items()}
         for step in to_remove(sizes, self.max_bytes):
             self.store.delete(step)
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -5,7 +5,6 @@ are no renames, by uploading its checksums last; a folder without them is no che
 """
 
 import hashlib
-import json
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from groupax.core.storage.buckets import RemoteFolder
-from groupax.core.storage.folders import RECORDS
-from groupax.runs.files import sync_to_disk
+from groupax.core.storage.folders import RECORDS, sync_to_disk
+from groupax.runs.files import parsed_record
 
 CHECKSUMS = "SHA256SUMS"  # as `sha256sum -c` reads it
 STATE = "state.json"
@@ -23,17 +22,11 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class Layout:
-    """The names of checkpoints.
+    """The names of checkpoints."""
 
-    Attributes:
-        prefix: Start of a checkpoint's name, before its step.
-        num_digits: Least number of digits of the step.
-        inside: Folder within a checkpoint that has its files, if other programs' files are next to them.
-    """
-
-    prefix: str = "step_"
-    num_digits: int = 6
-    inside: str = ""
+    prefix: str = "step_"  # start of a checkpoint's name, before its step
+    num_digits: int = 6  # least number of digits of the step
+    inside: str = ""  # folder within a checkpoint that has its files, if other programs' files are next to them
 
     def name_of(self, step: int) -> str:
         """Returns the name of a step's checkpoint folder."""
@@ -50,20 +43,10 @@ OWN = Layout()
 HF = Layout("checkpoint-", 1, RECORDS)
 
 
-def _parsed(text: str | bytes) -> Mapping[str, Any]:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):  # also for bytes that are no text
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 class LocalStore:
     """Stores checkpoints as folders in a local folder, which is created when needed.
 
-    Args:
-        folder: Folder of the checkpoints.
-        layout: Their names; a folder of such a name without the one inside is no checkpoint.
+    A folder with a name of the layout, but without the folder inside, is no checkpoint.
     """
 
     is_atomic = True  # checkpoints appear at once; otherwise one without checksums was never complete
@@ -84,14 +67,16 @@ class LocalStore:
     def state(self, step: int) -> Mapping[str, Any]:
         """Returns its `state.json`; empty if that cannot be read."""
         try:
-            return _parsed((self.local(step) / STATE).read_bytes())
+            return parsed_record((self.local(step) / STATE).read_bytes())
         except OSError:
             return {}
 
     def aside(self, step: int) -> Path:
         """Creates a local folder to write it into, and removes leftovers of earlier processes."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._remove_hidden()
+        for entry in self.folder.iterdir():
+            if entry.name.startswith(f".{self.layout.prefix}"):
+                shutil.rmtree(entry)
         aside = self._aside(step) / self.layout.inside
         aside.mkdir(parents=True)
         return aside
@@ -133,19 +118,9 @@ class LocalStore:
     def _aside(self, step: int) -> Path:
         return self.folder / f".{self.layout.name_of(step)}.partial"
 
-    def _remove_hidden(self) -> None:
-        for entry in self.folder.iterdir():
-            if entry.name.startswith(f".{self.layout.prefix}"):
-                shutil.rmtree(entry)
-
 
 class RemoteStore:
-    """Stores checkpoints in a bucket, through a local folder, with the methods of `LocalStore`.
-
-    Args:
-        remote: The run's folder in the bucket, with `checkpoints/`.
-        scratch: The local folder.
-    """
+    """Stores checkpoints in `checkpoints/` of a run's bucket, through a local folder, with `LocalStore`'s methods."""
 
     is_atomic = False
 
@@ -160,7 +135,7 @@ class RemoteStore:
 
     def state(self, step: int) -> Mapping[str, Any]:
         try:
-            return _parsed(self.remote.read(f"{_path(step)}/{STATE}"))
+            return parsed_record(self.remote.read(f"{_path(step)}/{STATE}"))
         except OSError:
             return {}
 

@@ -24,34 +24,20 @@ from groupax.runs.checkpoints.store import STATE, Store, seal
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A checkpoint to write.
+    """A checkpoint to write."""
 
-    Attributes:
-        step: Step of the run.
-        state: Text of `state.json`.
-        start_writing: Starts to write the arrays into a folder, and returns a function that waits for them.
-        write_more: Writes the other files into the folder.
-        published: Called in the thread when the checkpoint is complete.
-    """
-
-    step: int
-    state: str
-    start_writing: Callable[[Path], Callable[[], None]]
-    write_more: Callable[[Path], None]
-    published: Callable[[], None]
+    step: int  # of the run
+    state: str  # text of `state.json`
+    start_writing: Callable[[Path], Callable[[], None]]  # of the arrays; returns a function that waits for them
+    write_more: Callable[[Path], None]  # writes the other files into the folder
+    published: Callable[[], None]  # called in the thread when the checkpoint is complete
 
 
 class CheckpointWriter:
-    """Writes checkpoints into a store.
+    """Writes checkpoints into a store, and emits which were saved and what went wrong.
 
-    Args:
-        store: The store.
-        settings: When to save and how many to keep.
-        emit: Receives saved checkpoints and messages about faults.
-        before: Called in the thread before a checkpoint is published.
-
-    Attributes:
-        last_step: Step of the newest complete checkpoint.
+    `before` is called in the thread before a checkpoint is published. `last_step` is the step of the newest complete
+    one.
     """
 
     def __init__(self, store: Store, settings: CheckpointSettings, emit: Emit, before: Callable[[], None]) -> None:

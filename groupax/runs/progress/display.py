@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from groupax.core.terminal.printable import printable, short_repr
-from groupax.core.types import CallRecord, Metrics, Rollout
+from groupax.core.types import Metrics, Rollout
 from groupax.events import (
     Diagnosed,
     Evaluated,
@@ -159,34 +159,19 @@ class TimeLeft:
         return statistics.median(self._step_s) * num_steps if self._step_s else None
 
 
-def status_fields(step: int, num_steps: int, metrics: Mapping[str, float], time_left: TimeLeft) -> list[str]:
-    """Returns texts about a step, most important first: its number, the remaining time, metrics, time per step."""
-    fields = [f"step {step:,}/{num_steps:,}"]
-    left_s, step_s = (time_left.seconds(number) for number in (num_steps - step, 1))
-    if left_s is not None and step < num_steps:
-        fields.append(f"eta {clock(left_s)}")
-    shown = [f"{label} {short_number(metrics[name])}" for name, label in shown_metrics(metrics).items()]
-    return fields + shown[:1] + ([f"{short_number(step_s)} s/step"] if step_s else []) + shown[1:]
-
-
 def fact_lines(facts: Mapping[str, str], columns: int | None = None) -> str:
-    """Returns the facts as lines with aligned labels.
+    """Returns the facts as lines with aligned labels, which continue on an indented line beyond a width, if any.
 
-    Args:
-        facts: Texts by label.
-        columns: Width at which texts continue on an indented line; None for lines of any length. Commands and names,
-            which may be copied, stay whole.
+    Commands and names, which may be copied, stay whole.
     """
     indent = max(map(len, facts), default=0) + 2
-    lines = []
-    for label, fact in facts.items():
-        text = printable(fact)
-        if columns is not None and columns - indent >= MIN_FACT_COLUMNS and not fact.startswith("groupax "):
-            space = " " * indent
-            wrapped = textwrap.TextWrapper(columns, space, space, break_long_words=False, break_on_hyphens=False)
-            text = wrapped.fill(text).lstrip()
-        lines.append(f"{label:{indent}}{text}")
-    return "\n".join(lines)
+    texts = {label: printable(fact) for label, fact in facts.items()}
+    if columns is not None and columns - indent >= MIN_FACT_COLUMNS:
+        space = " " * indent
+        wrapper = textwrap.TextWrapper(columns, space, space, break_long_words=False, break_on_hyphens=False)
+        wrapped = {label: wrapper.fill(text).lstrip() for label, text in texts.items()}
+        texts = {label: text if text.startswith("groupax ") else wrapped[label] for label, text in texts.items()}
+    return "\n".join(f"{label:{indent}}{text}" for label, text in texts.items())
 
 
 def short_number(value: float) -> str:
@@ -201,8 +186,7 @@ def clock(seconds: float) -> str:
 
 
 def _evaluation_line(step: int, name: str, evaluation: Any) -> str:
-    estimates = evaluation.estimates
-    shown = [f"{key} {estimates[key]}" for key in ("pass@1", "reward") if key in estimates]
+    shown = [f"{key} {evaluation.estimates[key]}" for key in ("pass@1", "reward") if key in evaluation.estimates]
     return f"step {step}: {name} ({len(evaluation.items)} prompts): {', '.join(shown) or 'no reward applies'}"
 
 
@@ -212,14 +196,7 @@ def _losses(metrics: Metrics) -> str:
 
 
 def result_html(num_steps: int, seconds: float, metrics: Metrics, more: Mapping[str, str]) -> str:
-    """Returns the result of a training for a notebook: the main metrics of its last step, and all of them folded.
-
-    Args:
-        num_steps: Optimizer steps.
-        seconds: Wall time.
-        metrics: Metrics of the last logged step.
-        more: Further facts by label.
-    """
+    """Returns the result of a training for a notebook: the main metrics of its last step, and all of them folded."""
     from groupax.core.terminal.tables import details_html, facts_html
 
     shown = {label: metrics[name] for name, label in shown_metrics(metrics).items()}
@@ -229,25 +206,17 @@ def result_html(num_steps: int, seconds: float, metrics: Metrics, more: Mapping[
     return facts_html(facts, "Training") + details_html("all metrics of the last step", every)
 
 
-def picked_rows(group: Sequence[Rollout]) -> list[Rollout]:
-    """Returns the completions of a group with the highest, the middle and the lowest advantage."""
-    ordered = sorted(group, key=lambda row: -row.advantage)
-    return [ordered[index] for index in dict.fromkeys([0, len(ordered) // 2, len(ordered) - 1])]
-
-
 def sample_text(rollout: Rollout) -> str:
     """Returns a completion's text; of an episode what the model said in its turns, its calls, and why it ended."""
     if not rollout.has_turns:
         return rollout.text
     lines = []
     for turn in rollout.turns:
-        calls = [f"{call.name}({_arguments(call)}) = {call.result[:RESULT_CHARACTERS]}" for call in turn.calls]
-        lines += [line for line in (turn.text, *calls) if line]
+        lines += [turn.text] if turn.text else []
+        for call in turn.calls:
+            arguments = ", ".join(f"{name}={short_repr(value)}" for name, value in call.arguments.items())
+            lines.append(f"{call.name}({arguments}) = {call.result[:RESULT_CHARACTERS]}")
     return "\n".join([*lines, f"({rollout.finish_reason})"])
-
-
-def _arguments(call: CallRecord) -> str:
-    return ", ".join(f"{name}={short_repr(value)}" for name, value in call.arguments.items())
 
 
 def sparkline(values: Sequence[float]) -> str:

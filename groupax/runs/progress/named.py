@@ -22,7 +22,7 @@ from groupax.core.terminal.printable import one_line, printable
 from groupax.core.terminal.tables import SAMPLE_COLUMNS, Fitting, empty_table, output_console, stacked
 from groupax.core.types import Metrics, Rollout
 from groupax.data.tokenizer import last_text
-from groupax.events import Diagnosed, Evaluated, Event, Message, PhaseStarted
+from groupax.events import Event, PhaseStarted
 from groupax.parallel import processes
 from groupax.rollouts.completions import json_numbers
 from groupax.runs.progress.display import (
@@ -32,12 +32,10 @@ from groupax.runs.progress.display import (
     fact_lines,
     fitting,
     headline,
-    picked_rows,
     sample_text,
     short_number,
     shown_metrics,
     sparkline,
-    status_fields,
 )
 
 SAMPLE_CHARACTERS = 300  # of a completion, on a wide terminal
@@ -52,18 +50,11 @@ SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 @dataclass(frozen=True)
 class Phase:
-    """A stage of the run that is shown while it lasts.
-
-    Attributes:
-        name: Its name.
-        started_s: When it started, by `time.monotonic`.
-        total: Number of items, if they are counted.
-        num_done: Number of items that are done.
-    """
+    """A stage of the run that is shown while it lasts."""
 
     name: str
-    started_s: float
-    total: int | None = None
+    started_s: float  # when it started, by `time.monotonic`
+    total: int | None = None  # number of items, if they are counted
     num_done: int = 0
 
     def __str__(self) -> str:
@@ -80,15 +71,6 @@ class Silent(Progress):
 
     def __call__(self, event: Event) -> None:
         """Ignores the event."""
-
-
-class Messages(Progress):
-    """A display that only passes messages to the log, with the results of evaluations."""
-
-    def __call__(self, event: Event) -> None:
-        """Passes on a message."""
-        if isinstance(event, Message | Diagnosed | Evaluated):
-            super().__call__(event)
 
 
 class JsonLines(Progress):
@@ -233,8 +215,13 @@ class Rich(Progress):
         self.console.print("  ".join(self._fields()), markup=False, soft_wrap=True)
 
     def _fields(self) -> list[str]:
-        """Returns the fields of the last step, most important first."""
-        return status_fields(self.step_shown, self.num_steps, self.metrics, self.time_left)
+        """Returns texts about the last step, most important first: its number, the time left, metrics, its seconds."""
+        fields, num_left = [f"step {self.step_shown:,}/{self.num_steps:,}"], self.num_steps - self.step_shown
+        left_s, step_s = (self.time_left.seconds(number) for number in (num_left, 1))
+        if left_s is not None and num_left > 0:
+            fields.append(f"eta {clock(left_s)}")
+        shown = [f"{label} {short_number(self.metrics[name])}" for name, label in shown_metrics(self.metrics).items()]
+        return fields + shown[:1] + ([f"{short_number(step_s)} s/step"] if step_s else []) + shown[1:]
 
     def _panel(self) -> Any:
         """Returns the renderable of the current state; called by the thread that draws it."""
@@ -243,11 +230,8 @@ class Rich(Progress):
             bar = Table.grid(expand=True)  # a bar alone ends no line, and what follows would be cut off
             bar.add_row(ProgressBar(total=self.num_steps, completed=self.step_shown))
             curve = one_line(f"{headline(self.metrics)} {sparkline(list(self.headlines))}", width)
-            parts += [
-                bar,
-                Text(fitting(self._fields(), width), no_wrap=True),
-                Text(curve, style="green", no_wrap=True),
-            ]
+            parts += [bar, Text(fitting(self._fields(), width), no_wrap=True)]
+            parts += [Text(curve, style="green", no_wrap=True)]
         if self.current is not None:
             parts.append(Text(one_line(self._phase_line(self.current), width), style="cyan", no_wrap=True))
         if self.shown_group:
@@ -271,9 +255,8 @@ class Rich(Progress):
         self._timer.start()
 
     def _report_phase(self) -> None:
-        phase = self.current
+        phase, now_s = self.current, time.monotonic()
         if phase is not None and self._is_open:
-            now_s = time.monotonic()
             seconds = f" (for {clock(now_s - phase.started_s)})" if now_s - phase.started_s > SLOW_STEP_PHASE_S else ""
             self._message(f"[{clock(now_s - self.opened_s)}] {self._phase_text(phase)}{seconds}", warning=False)
             self._start_timer(SLOW_STEP_PHASE_S)
@@ -339,18 +322,16 @@ class Notebook(Rich):
 def sample_panel(group: Sequence[Rollout], limit: int = SAMPLE_CHARACTERS) -> Any:
     """Returns a group's best, middle and worst completions with their rewards, as a rich table.
 
-    On a terminal that is too narrow for a column per reward function, the rewards are above each completion.
-
-    Args:
-        group: Scored completions of one prompt.
-        limit: Maximum number of characters of a completion.
+    On a terminal that is too narrow for a column per reward function, the rewards are above each completion, of which
+    at most `limit` characters are shown.
     """
     title, names = f"prompt: {one_line(last_text(group[0].prompt))}", [printable(name) for name in group[0].rewards]
     table, entries = empty_table(title, expand=False), []
     for header in ("advantage", *names):
         table.add_column(Text(header), justify="right", min_width=cell_len(header))
     table.add_column("completion", overflow="fold", min_width=SAMPLE_COLUMNS)
-    for row in picked_rows(group):
+    ordered = sorted(group, key=lambda row: -row.advantage)
+    for row in (ordered[index] for index in dict.fromkeys([0, len(ordered) // 2, len(ordered) - 1])):
         rewards = ["-" if value is None else f"{value:.2f}" for value in row.rewards.values()]
         cells, text = (f"{row.advantage:+.2f}", *rewards), one_line(sample_text(row), limit)
         table.add_row(*cells, Text(text))
@@ -360,7 +341,7 @@ def sample_panel(group: Sequence[Rollout], limit: int = SAMPLE_CHARACTERS) -> An
 
 
 # By `GRPOConfig.progress_bar`.
-PROGRESS_BARS: dict[str, type[Progress]] = {"rich": Rich, "tqdm": Tqdm, "json": JsonLines, "none": Messages}
+PROGRESS_BARS: dict[str, type[Progress]] = {"rich": Rich, "tqdm": Tqdm, "json": JsonLines, "none": Progress}
 
 
 def progress_named(name: str) -> Progress:

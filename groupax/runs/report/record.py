@@ -143,7 +143,7 @@ def _of_evaluations(
         ordered = sorted(found.values(), key=lambda pair: (_gain(pair) * -1, pair.prompt))
         lost = [pair for pair in ordered[-1:] if _gain(pair) < 0]
         if ordered:
-            return ordered[: MAX_SAMPLES - len(lost)] + lost
+            return [*dict.fromkeys(ordered[: MAX_SAMPLES - len(lost)] + lost)]  # a single one may be both
     return []
 
 

@@ -3,7 +3,6 @@
 Imports no jax.
 """
 
-import contextlib
 import queue
 import threading
 import time
@@ -26,14 +25,9 @@ Call = Callable[[Tracker], None]
 
 
 class Trackers:
-    """Calls the trackers that `report_to` names, each in its own thread, and reports their faults.
+    """Calls the trackers that `report_to` names, each in its own thread, and emits a `Diagnosed` event per fault.
 
-    Args:
-        args: The run's settings.
-        folder: The run folder.
-        num_steps: Number of optimizer steps of the run.
-        emit: Receives a `Diagnosed` event for each fault.
-        shows_samples: Whether trackers receive completions.
+    They receive completions if `shows_samples` is true.
     """
 
     def __init__(
@@ -113,39 +107,24 @@ class BackgroundTracker:
 
         training:  submit ──► queue (bounded) ──► thread: open, call, call, ..., close
 
-    A tracker that raises receives no further calls, and one that is too slow misses calls; both are `faults`.
-
-    Args:
-        name: Name of the tracker.
-        run: The run that it records.
-        opens: Creates the tracker, in the thread.
-
-    Attributes:
-        faults: Texts by kind: `slow`, `failed`, or `late` if it did not end in time.
+    A tracker that raises receives no further calls, one that is too slow misses calls, and one may not end in time:
+    `faults` has texts about that, by kind. `opens` creates the tracker by its name, in the thread.
     """
 
-    def __init__(
-        self,
-        name: str,
-        run: TrackedRun,
-        opens: Callable[[str, TrackedRun], Tracker] = open_tracker,
-    ) -> None:
-        self.name = name
+    def __init__(self, name: str, run: TrackedRun, opens: Callable[[str, TrackedRun], Tracker] = open_tracker) -> None:
+        self.name, self._run, self._opens = name, run, opens
         self.faults: dict[Literal["slow", "failed", "late"], str] = {}
-        self._run, self._opens = run, opens
-        self._calls: queue.Queue[Call | None] = queue.Queue(MAX_WAITING)
-        self._failed = False
-        self._ending = threading.Event()
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def submit(self, call: Call) -> None:
         """Queues a call of the tracker; returns at once."""
-        if self._failed:
+        if "failed" in self.faults:
             return
-        try:
-            self._calls.put_nowait(call)
-        except queue.Full:
+        if self._calls.qsize() < MAX_WAITING:
+            self._calls.put(call)
+        else:
             self.faults["slow"] = (
                 f"{self.name} is too slow: {MAX_WAITING} calls wait for it, and further ones are dropped; "
                 "metrics.jsonl has everything"
@@ -153,9 +132,7 @@ class BackgroundTracker:
 
     def finish(self) -> None:
         """Queues the end of the tracker; returns at once."""
-        self._ending.set()
-        with contextlib.suppress(queue.Full):  # the thread looks at `_ending` when the queue is empty
-            self._calls.put_nowait(None)
+        self._calls.put(None)
 
     def wait(self, deadline_s: float) -> None:
         """Waits for the thread after `finish`, at most until `time.monotonic()` reaches the deadline."""
@@ -168,19 +145,10 @@ class BackgroundTracker:
     def _work(self) -> None:
         try:
             tracker = self._opens(self.name, self._run)
-            while True:
-                try:
-                    call = self._calls.get(timeout=1.0)
-                except queue.Empty:
-                    if self._ending.is_set():
-                        break
-                    continue
-                if call is None:
-                    break
+            for call in iter(self._calls.get, None):
                 call(tracker)
             tracker.close()
         except BaseException as error:  # noqa: BLE001 - foreign code, which may even raise SystemExit
-            self._failed = True
             self.faults["failed"] = (
                 f"{self.name} failed and receives nothing more ({type(error).__name__}: {error}); training continues, "
                 "and metrics.jsonl has everything"

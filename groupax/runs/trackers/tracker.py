@@ -73,11 +73,7 @@ class Tracker:
 
     @classmethod
     def check(cls) -> None:
-        """Checks before the model is loaded that the service can be used.
-
-        Raises:
-            ValueError: It cannot; says what to do.
-        """
+        """Raises a ValueError that says what to do if the service cannot be used; called before a model is loaded."""
 
     def __init__(self, run: TrackedRun) -> None:
         """Starts to record the run, or resumes it."""
@@ -104,14 +100,9 @@ def open_tracker(name: str, run: TrackedRun) -> Tracker:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Checks that the trackers can be imported and used.
-
-    Raises:
-        ValueError: A package is not installed or cannot be imported, there is no such class, or its `check` fails.
-    """
+    """Raises a ValueError if a package cannot be imported, there is no such tracker, or its `check` fails."""
     for name in names:
-        if name in BUILT_IN:
-            _check_package(name)
+        _check_package(name)
         tracker = import_attribute("report_to", BUILT_IN.get(name, name))
         if isinstance(tracker, type) and issubclass(tracker, Tracker):
             tracker.check()
@@ -120,13 +111,12 @@ def check_trackers(names: Sequence[str]) -> None:
 def _check_package(name: str) -> None:
     if name not in PACKAGES:
         return
-    package, otherwise = PACKAGES[name], "or leave it out of report_to"
     try:
-        importlib.import_module(package)
+        importlib.import_module(PACKAGES[name])
     except ImportError as error:
         raise ValueError(
-            f"report_to has {name!r}, and the package {package} cannot be imported ({error}); pip install "
-            f"'groupax[{name}]', {otherwise}"
+            f"report_to has {name!r}, and the package {PACKAGES[name]} cannot be imported ({error}); pip install "
+            f"'groupax[{name}]', or leave it out of report_to"
         ) from error
 
 

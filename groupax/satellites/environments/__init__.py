@@ -1,1 +1,1 @@
-"""Ready-made tools and environments: those of OpenEnv, verifiers and MCP servers, and a Python interpreter."""
+"""Ready-made tools and environments: those of OpenEnv and MCP servers, programs, and a Python interpreter."""

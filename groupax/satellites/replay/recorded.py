@@ -184,7 +184,7 @@ def read_completions(path: Path) -> dict[str, list[Any]]:
         raise ValueError(f"{path} is damaged: {error}") from error
     lacking = [name for name in ALWAYS if name not in table.column_names or table[name].null_count]
     if lacking:
-        raise ValueError(f"{path} is damaged: {lacking[0]} has no value in some row")
+        raise ValueError(f"{path} is damaged: {lacking[0]} is missing, or has no value in some row")
     return table.to_pydict()
 
 

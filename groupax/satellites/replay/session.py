@@ -80,8 +80,8 @@ def replay_target(
         [of_record] = replay_steps(replace(target, stage="loss"), make, settings, prepare)
         if not has_inputs(of_record):
             raise ValueError(
-                f"the completions of step {target.step} were not kept, and others come out today, so that the shares "
-                "of its rows are not known"
+                f"the completions of step {target.step} were not kept, and others come out today, so that there are no "
+                "rows whose shares could be computed"
             )
     return replace(outcome, shares=shares[-1]) if why else outcome
 

@@ -325,7 +325,7 @@ class ReplayTrainer(GRPOTrainer):
                 self._step()
             self._keep_policies()
             if self.target.saves:
-                run.saver.save_and_wait(self.cursor, self.experience)
+                run.saver.save_and_wait()
             if self.finish is not None:
                 self.finish()
         return TrainResult(self.cursor.step, run.train_seconds, run.log.rollout_tokens_per_s, run.log.last)

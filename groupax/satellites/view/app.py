@@ -3,7 +3,7 @@
 import json
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from groupax.satellites.view import curves, groups, token_values
 from groupax.satellites.view.evaluations import differences, estimate_rows, item_page
 from groupax.satellites.view.overview import best_and_worst, machine_of, overview, table_row
 from groupax.satellites.view.rollouts import Step, cached_step
-from groupax.satellites.view.runs import NotFoundError, Run, Runs
+from groupax.satellites.view.runs import NotFoundError, Run, Runs, plain
 from groupax.satellites.view.search import PromptIndex, Query, exported, search_steps
 from groupax.satellites.view.why import why
 
@@ -115,13 +115,12 @@ class Page:
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
         self._indexes: dict[Run, PromptIndex] = {}
-        self._distributions: dict[Run, curves.Distributions] = {}
 
     def routes(self) -> list[Route]:
         """Returns all routes of the page."""
         answers = [
             *(self.overview, self.extremes, self.table, self.names, self.series, self.band, self.timeline),
-            *(self.distributions, self.config, self.diagnostics, self.steps, self.step, self.group, self.tokens),
+            *(self.config, self.diagnostics, self.steps, self.step, self.group, self.tokens),
             *(self.text, self.why, self.search, self.prompts, self.prompt, self.evaluations, self.estimates),
             *(self.differences, self.items, self.export, self.image),
         ]
@@ -192,10 +191,6 @@ class Page:
         """Returns the phases of the `num` steps up to `last` on a time axis, and the shares of phases in all steps."""
         found = curves.timeline(asked.run, asked.number("last", math.inf), asked.integer("num", "20"))
         return {**found, "shares": curves.shares(asked.run)}
-
-    def distributions(self, asked: Asked) -> Any:
-        """Returns the distributions of a run's completions over steps, of those that have been read."""
-        return self._distributions.setdefault(asked.run, curves.Distributions(asked.run)).read()
 
     def config(self, _: Asked) -> Any:
         """Returns the settings of every run, its machine and versions, and the defaults of the settings that differ.
@@ -327,17 +322,22 @@ class Page:
 
         def answered(request: Request) -> Response:
             try:
-                status, content = 200, answer(Asked(request, self.runs))
-            except (ValueError, OSError) as error:
+                with np.errstate(all="ignore"):  # of numbers that no run of ours has
+                    content = answer(Asked(request, self.runs))
+                if isinstance(content, Response):
+                    return content
+                status, body = 200, json.dumps(plain(content), allow_nan=False, default=str)
+            except Exception as error:  # noqa: BLE001 (the page must show that something failed)
                 gone = (NotFoundError, FileNotFoundError)  # a run may go while it is read
                 status = 404 if isinstance(error, gone) or isinstance(error.__cause__, gone) else 400
-                content = {"error": str(error)}
-            except Exception:  # noqa: BLE001 (the page must show that something failed; the terminal shows what)
-                traceback.print_exc()
-                status, content = 500, {"error": "groupax view failed; see the traceback in its terminal"}
-            if isinstance(content, Response):
-                return content
-            body = json.dumps(plain(content), allow_nan=False).encode()
+                body = json.dumps({"error": str(error)})
+                if not isinstance(error, ValueError | OSError):
+                    traceback.print_exc()
+                    why = f"{type(error).__name__}: {error}; a file of the run may be damaged"
+                    status, body = (
+                        500,
+                        json.dumps({"error": f"groupax view failed ({why}). Its terminal has the traceback"}),
+                    )
             return Response(body, status, NOT_STORED, "application/json")
 
         return answered
@@ -347,19 +347,6 @@ def make_app(runs: Runs) -> tuple[Starlette, Page]:
     """Returns the application without its guard, and its request handlers."""
     page = Page(runs)
     return Starlette(routes=page.routes()), page
-
-
-def plain(value: Any) -> Any:
-    """Returns the value as plain JSON types; numbers that are not finite become None."""
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, int | str):  # most values are, and the test for a mapping is slow
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def _file_answer(file: Path) -> Callable[[Request], Response]:

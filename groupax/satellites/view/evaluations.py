@@ -16,7 +16,7 @@ FIRST_AND_LAST = {"before": -1, "after": 1 << 62}  # in the order of evaluations
 KINDS = ("lost", "gained", "same")
 SHOWN: Mapping[str, Callable[[Item], bool]] = {
     "all": lambda _: True,
-    "solved": lambda item: bool(item.completions) and all(each.solved for each in item.completions),
+    "solved": lambda item: all(each.solved for each in item.completions),
     "unsolved": lambda item: not all(each.solved for each in item.completions),
 }
 
@@ -150,8 +150,7 @@ def kind_of(before: Item, after: Item) -> str:
 
 
 def _value(item: Item) -> float | None:
-    is_judged = item.is_scorable and bool(item.completions)
-    values = [float(bool(each.solved)) if is_judged else each.reward for each in item.completions]
+    values = [float(bool(each.solved)) if item.is_scorable else each.reward for each in item.completions]
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 

@@ -19,7 +19,7 @@ from groupax.satellites.view.rollouts import (
     scalar_text,
     shown_prompt,
 )
-from groupax.satellites.view.runs import NotFoundError
+from groupax.satellites.view.runs import NotFoundError, number_of
 
 EXTRA = "extra/"
 GROUP_CHARACTERS = 4_000_000  # of all completions of a group together, until full texts are requested
@@ -98,7 +98,7 @@ def group(step: Step, prompt_index: int) -> dict[str, Any]:
     first = int(rows[0])
     prompt, num_bytes = step.text("prompt", first)
     images = [
-        name for name in step.value("images", first) or () if isinstance(name, str) and IMAGE_NAME.fullmatch(name)
+        name for name in _list(step.value("images", first)) if isinstance(name, str) and IMAGE_NAME.fullmatch(name)
     ]
     limit = min(SHOWN_CHARACTERS, max(PREVIEW_CHARACTERS, GROUP_CHARACTERS // len(rows)))
     return {
@@ -192,7 +192,7 @@ def streams_of(step: Step, row: int) -> list[dict[str, Any]]:
             {"role": f"{message.get('role')}, prompt", **_cut(message.get("content"), TURN_CHARACTERS)}
             for message in _mappings(prompt)
         ]
-        num_tokens = sum(map(bool, mask)) if isinstance(mask, list) else 0
+        num_tokens = sum(map(bool, _list(mask)))
         parts = [*read, *(parts_of(turns, messages) or ())]
         found.append({"num_turns": len(_mappings(turns)), "num_tokens": num_tokens, "parts": parts})
     return found
@@ -273,8 +273,12 @@ def _parsed(text: str) -> Any:
         return None
 
 
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+    return [each for each in _list(value) if isinstance(each, Mapping)]
 
 
 def _at(value: Any, index: int) -> Mapping[str, Any] | None:
@@ -287,7 +291,7 @@ def _integer(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+    return number_of(0.0 if value is None else value) or 0.0
 
 
 def read_image(folder: Path, name: str) -> bytes:

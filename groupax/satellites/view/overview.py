@@ -16,7 +16,7 @@ from groupax.satellites.view.runs import Run
 
 RECENT_STEPS = 30  # whose median time the remaining time is estimated from
 COMPILING_FRAC = 0.1  # of a step's time; steps that compile more are left out of the estimate
-NUM_STEPS = re.compile(r"(\d[\d,]*), each")
+NUM_STEPS = re.compile(r"([0-9][0-9,]{,15}), each")
 TRAINING = "training prompts"  # the set of changes that are not held out
 MAX_CHANGES = 12  # estimates of a set
 SAMPLE_CHARACTERS = 1200  # of a completion
@@ -108,7 +108,7 @@ def _facts(
         "data": known.get("data") or command.get("dataset"),
         "prompts": known.get("prompts"),
         "examples": known.get("examples"),
-        "rewards": _weighted(known.get("rewards"), config.get("reward_weights")),
+        "rewards": _weighted(known.get("rewards"), run.reward_weights()),
         **{name: value for name, value in known.items() if name not in SHOWN_FACTS},
         "steps": known.get("steps"),
         "command": _command(command, config),
@@ -139,10 +139,10 @@ def _command(command: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         return ""
 
 
-def _weighted(rewards: Any, weights: Any) -> str:
+def _weighted(rewards: Any, weights: Sequence[float] | None) -> str:
     """Returns the names of the reward functions, with their weights unless all are 1."""
     names = str(rewards).split(", ") if rewards else []
-    if not isinstance(weights, list) or len(weights) != len(names) or set(weights) == {1.0}:
+    if weights is None or len(weights) != len(names) or set(weights) == {1.0}:
         return ", ".join(names)
     return ", ".join(f"{name} × {weight:g}" for name, weight in zip(names, weights, strict=True))
 
@@ -154,7 +154,7 @@ def _progress(run: Run, config: Mapping[str, Any], processes: Sequence[Mapping[s
     num_steps = num_steps_of(config, processes[-1] if processes else {})
     tokens = run.series("num_tokens")[1]
     remaining_s = None
-    if step is not None and num_steps is not None and run.state()["status"] != "done":
+    if step is not None and num_steps is not None and run.state()["status"] in ("live", "quiet"):
         remaining_s = _median_step_s(run, steps, step_s) * max(num_steps - step, 0)
     return {
         "step": step,
@@ -169,7 +169,7 @@ def _progress(run: Run, config: Mapping[str, Any], processes: Sequence[Mapping[s
 def num_steps_of(config: Mapping[str, Any], process: Mapping[str, Any]) -> int | None:
     """Returns the number of optimizer steps that the run will have; None if it is not known."""
     steps = config.get("max_steps")
-    if isinstance(steps, int) and steps > 0:
+    if isinstance(steps, int) and 0 < steps < 1 << 53:
         return steps
     match = NUM_STEPS.match(str(_mapping(process.get("run")).get("steps", "")))
     return int(match[1].replace(",", "")) if match else None

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ NEEDED = ("prompt", "completion", "prompt_index", "sample_index")
 TEXTS = ["prompt", "completion"]  # stay dictionaries, as they are stored: a small file may repeat a long text often
 PER_TURN = ("turn_advantages", "images")  # lists that are short enough to be read
 REWARD = "rewards/"
+MAX_CACHED_BYTES = 64 << 20  # of steps in memory; the one that was used last stays, whatever its size
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,30 @@ class Step:
         return self.table.column(name)[row].as_py() if name in self.table.column_names else None
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Opens a rollout log; whatever a damaged file, or one of another program, raises in the block names the file.
+
+    Raises:
+        ValueError: The file cannot be read as a rollout log.
+    """
+    try:
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=TEXTS) as file:
+            yield file
+    except NotFoundError:
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        OSError,
+        TypeError,
+        ValueError,
+        pyarrow.ArrowException,
+    ) as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from error
+
+
 def read_step(path: Path, weights: Sequence[float] | None = None) -> Step:
     """Reads a step's rollouts, without the per-token columns.
 
@@ -75,29 +101,28 @@ def read_step(path: Path, weights: Sequence[float] | None = None) -> Step:
     Raises:
         ValueError: The file is damaged or is not a rollout log.
     """
-    try:
-        with pyarrow.parquet.ParquetFile(path, read_dictionary=TEXTS) as file:
-            schema = file.schema_arrow
-            missing = [name for name in NEEDED if name not in schema.names]
-            if missing:
-                raise ValueError(f"{path.name} is not a rollout log: it has no column {', '.join(missing)}")
-            flat = [item.name for item in schema if not pyarrow.types.is_nested(item.type) or item.name in PER_TURN]
-            table = file.read(columns=flat, use_threads=False)
-            lengths = completion_lengths(file, schema, table.num_rows)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path.name} cannot be read: {error}") from error
-    names = [name for name in flat if name.startswith(REWARD)]
-    rewards = {name.removeprefix(REWARD): floats(table.column(name)) for name in names}
-    reasons = table.column("finish_reason").to_pylist() if "finish_reason" in flat else []
-    return Step(
-        table=table,
-        prompt_index=table.column("prompt_index").to_numpy().astype(np.int64),
-        rewards=rewards,
-        total=weighted_total(list(rewards.values()), weights, table.num_rows),
-        advantage=floats(table.column("advantage")) if "advantage" in flat else np.full(table.num_rows, np.nan),
-        truncated=np.array([reason in TRUNCATIONS for reason in reasons] or [False] * table.num_rows, bool),
-        num_tokens=lengths,
-    )
+    with opened(path) as file:
+        schema = file.schema_arrow
+        flat = [item.name for item in schema if not pyarrow.types.is_nested(item.type) or item.name in PER_TURN]
+        missing = [name for name in NEEDED if name not in flat]
+        if missing:
+            raise ValueError(f"it is not a rollout log: it has no column {', '.join(missing)}")
+        table = file.read(columns=flat, use_threads=False)
+        indices = table.column("prompt_index").cast(pyarrow.int64())
+        if indices.null_count:
+            raise ValueError("a row has no prompt_index")
+        names = [name for name in flat if name.startswith(REWARD)]
+        rewards = {name.removeprefix(REWARD): floats(table.column(name)) for name in names}
+        reasons = table.column("finish_reason").to_pylist() if "finish_reason" in flat else []
+        return Step(
+            table=table,
+            prompt_index=indices.to_numpy(),
+            rewards=rewards,
+            total=weighted_total(list(rewards.values()), weights, table.num_rows),
+            advantage=floats(table.column("advantage")) if "advantage" in flat else np.full(table.num_rows, np.nan),
+            truncated=np.array([reason in TRUNCATIONS for reason in reasons] or [False] * table.num_rows, bool),
+            num_tokens=completion_lengths(file, schema, table.num_rows),
+        )
 
 
 def read_texts(path: Path) -> tuple[list[str], Any]:
@@ -106,23 +131,26 @@ def read_texts(path: Path) -> tuple[list[str], Any]:
     Raises:
         ValueError: The file is damaged or is not a rollout log.
     """
-    try:
-        with pyarrow.parquet.ParquetFile(path, read_dictionary=TEXTS) as file:
-            table = file.read(columns=TEXTS, use_threads=False)
-        prompts, completions = table.column("prompt").unique(), table.column("completion")
-    except (OSError, KeyError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path.name} cannot be read: {error}") from error
-    return [scalar_text(prompt, None)[0] for prompt in prompts], completions
+    with opened(path) as file:
+        table = file.read(columns=TEXTS, use_threads=False)
+        return [scalar_text(prompt, None)[0] for prompt in table.column("prompt").unique()], table.column("completion")
+
+
+_cached: dict[tuple[Any, ...], Step] = {}  # by file, its version and the weights; the step that was used last is last
+_caching = threading.Lock()
 
 
 def cached_step(path: Path, weights: Sequence[float] | None) -> Step:
-    """Returns `read_step`; the most recently used ones are kept until their file or the weights change."""
-    return _step_of_version(path, path.stat().st_mtime_ns, None if weights is None else tuple(weights))
-
-
-@lru_cache(maxsize=8)
-def _step_of_version(path: Path, version: int, weights: tuple[float, ...] | None) -> Step:  # noqa: ARG001
-    return read_step(path, weights)
+    """Returns `read_step`; the steps that were used last are kept until their file or the weights change."""
+    key = path, path.stat().st_mtime_ns, None if weights is None else tuple(weights)
+    with _caching:
+        step = _cached.pop(key, None)
+    step = step or read_step(path, weights)
+    with _caching:
+        _cached[key] = step
+        while len(_cached) > 1 and sum(each.table.nbytes for each in _cached.values()) > MAX_CACHED_BYTES:
+            del _cached[next(iter(_cached))]
+    return step
 
 
 def weighted_total(columns: Sequence[np.ndarray], weights: Sequence[float] | None, num_rows: int) -> np.ndarray:

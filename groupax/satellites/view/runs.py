@@ -1,13 +1,17 @@
 """Run folders, read while the runs are training."""
 
+import contextlib
+import fcntl
 import json
 import math
+import os
 import re
+import socket
 import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ import numpy as np
 
 from groupax.core.storage.folders import RECORDS, open_file, read_file, run_folder_in
 from groupax.runs.diagnostics import severity_of
+from groupax.runs.files import LOCK
 
 MAX_LINE_BYTES = 16 * 2**20
 
@@ -90,12 +95,13 @@ def _skip_line(file: Any) -> bool:
 
 
 MAX_JSON_BYTES = 16 << 20  # of the settings and records of a run
+MAX_LOCK_BYTES = 4096
 MAX_METRICS = 5000  # metric names; further ones are ignored
 LINES_AT_ONCE = 100  # of metrics that are read before the time limit counts
 MAX_SHOWN_DIAGNOSTICS = 100  # names in the state of a run
 LIVE_S = 60.0  # a run that wrote within the last minute is live
 SETTLED_NS = 10**9  # a folder may change again within the resolution of its modification time
-STEP_FILE = re.compile(r"step_(\d+)\.parquet")
+STEP_FILE = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,14})\.parquet")
 
 
 class NotFoundError(ValueError):
@@ -165,7 +171,7 @@ class Run:
                 "num_rollout_steps": len(steps),
                 "last_rollout_step": steps[-1] if steps else None,
                 "age_s": age_s,
-                "status": self._status(age_s, patience_s),
+                **dict(zip(("status", "ending"), self._status(age_s, patience_s), strict=True)),
                 "num_bad_lines": self._metrics.num_bad_lines + self._diagnostics_tail.num_bad_lines,
                 "fault": self._fault,
             }
@@ -212,7 +218,7 @@ class Run:
             return None
         if not isinstance(weights, list) or not all(isinstance(each, int | float) for each in weights):
             return None
-        return [float(each) for each in weights]
+        return [number_of(each) or 0.0 for each in weights]
 
     def rollout_steps(self) -> tuple[int, ...]:
         """Returns the steps that have a rollout log, in order."""
@@ -240,7 +246,7 @@ class Run:
 
     def evaluation_files(self) -> dict[str, Path]:
         """Returns the files with the items of evaluations, by the evaluation's name."""
-        return {file.stem: file for file in sorted((self.path / "evaluations").glob("*.jsonl"))}
+        return {file.stem: file for file in sorted((self.path / "evaluations").glob("*.jsonl")) if file.is_file()}
 
     def _read_metrics(self, until_s: float) -> bool:
         while self._read_lines():
@@ -253,14 +259,14 @@ class Run:
         """Reads the next lines, and returns whether there may be more."""
         for count, line in enumerate(self._metrics.new_objects(), 1):
             self._forget_replaced()
-            step = _number(line.pop("step", None))
+            step = number_of(line.pop("step", None))
             if step is None or math.isnan(step):
                 self._metrics.num_bad_lines += 1
                 continue
             self._num_lines += 1
             self._last_step = np.fmax(self._last_step, step)
             for name, value in line.items():
-                number = value if type(value) is float and math.isfinite(value) else _number(value)
+                number = value if type(value) is float and math.isfinite(value) else number_of(value)
                 if number is not None and (column := self._column(name)) is not None:
                     column.steps.append(step)
                     column.values.append(number)
@@ -284,8 +290,8 @@ class Run:
         if self._diagnostics_tail.generation != self._diagnostics_read:
             self._diagnostics_read, self._diagnostics = self._diagnostics_tail.generation, []
         for line in new:
-            name, text = (str(line.get(key, "")) for key in ("name", "text"))
-            known = {"step": _number(line.get("step")), "name": name, "text": text}
+            name, text = (each if isinstance(each := line.get(key), str) else "" for key in ("name", "text"))
+            known = {"step": number_of(line.get("step")), "name": name, "text": text}
             self._diagnostics.append({**known, "severity": severity_of(name)})
 
     def _age_s(self) -> float | None:
@@ -295,21 +301,41 @@ class Run:
         except OSError:
             return None
 
-    def _status(self, age_s: float | None, patience_s: float) -> str:
-        if age_s is None or not self._num_lines:
-            return "waiting"
+    def _status(self, age_s: float | None, patience_s: float) -> tuple[str, str]:
+        """Returns the status of the run, and for one that has not come to its end why that is.
+
+        A process that is killed leaves the lock of its folder; one that fails or is stopped says so in `run.json`.
+        """
         try:
             written_s = time.time() - (self.path / "model").stat().st_mtime
         except OSError:
             written_s = math.inf
-        if written_s <= age_s:
-            return "done"
-        return "live" if age_s < patience_s else "quiet"
+        if age_s is not None and written_s <= age_s:
+            return "done", ""
+        since = "" if age_s is None else f"no sign of life since {time.ctime(time.time() - age_s)}"
+        try:
+            holder = read_file(self.path / LOCK, MAX_LOCK_BYTES).decode(errors="replace")
+        except OSError:
+            holder = ""
+        if not holder and (end := self._end()):
+            return "stopped" if end.startswith("stopped") else "failed", end
+        if _is_gone(self.path / LOCK, holder):
+            return "dead", f"its process is gone, without a word of why; {since or 'it logged nothing'}"
+        if age_s is None or not self._num_lines:
+            return "waiting", ""
+        return ("live", "") if age_s < patience_s else ("quiet", since)
+
+    def _end(self) -> str:
+        """Returns why the last process on the run ended before the run did; empty if it does not say so."""
+        processes = self.record("run.json").get("processes")
+        last = processes[-1] if isinstance(processes, list) and processes else None
+        end = last.get("end") if isinstance(last, dict) else None
+        return end if isinstance(end, str) else ""
 
     def _json_file(self, name: str) -> dict[str, Any]:
         path = self.path / name
         try:
-            content = json.loads(read_file(path, MAX_JSON_BYTES).decode(errors="replace"))
+            content = plain(json.loads(read_file(path, MAX_JSON_BYTES).decode(errors="replace")))
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
@@ -375,30 +401,61 @@ class Runs:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    folder = run_folder_in(folder)
-    if _is_run(folder):
-        return [folder]
+    if run := _run_in(folder):
+        return [run]
     try:
-        inside = [run_folder_in(path) for path in sorted(folder.iterdir()) if path.is_dir()]
-        inside = [path for path in inside if _is_run(path)]
+        inside = [path for path in sorted(folder.iterdir()) if path.is_dir()]
     except OSError:
         inside = []
-    return inside or [folder]
+    return [run for path in inside if (run := _run_in(path))] or [folder]
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / "metrics.jsonl").is_file() or (folder / "config.json").is_file()
+def _is_gone(lock: Path, holder: str) -> bool:
+    """Returns whether a lock's text names a process of this machine that is not there, and nobody holds the lock."""
+    found = re.match(rf"process ([1-9][0-9]{{,8}}) on {re.escape(socket.gethostname())} since ", holder)
+    if found is None:
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:  # it may be in a container that has this machine's name
+        with contextlib.suppress(OSError), open_file(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+    except PermissionError:  # it is another user's
+        pass
+    return False
+
+
+def _run_in(folder: Path) -> Path | None:
+    try:
+        folder = run_folder_in(folder)
+        return folder if any((folder / name).is_file() for name in ("metrics.jsonl", "config.json")) else None
+    except OSError:  # of somebody who does not let others read it
+        return None
 
 
 def _short_name(path: Path, paths: Sequence[Path]) -> str:
     for length in range(2 if path.name == RECORDS else 1, len(path.parts) + 1):
-        name = "/".join(path.parts[-length:])
+        name = "/".join(path.parts[-length:]).encode(errors="replace").decode()
         if sum(other.parts[-length:] == path.parts[-length:] for other in paths) == 1:
             return name
     return str(path)
 
 
-def _number(value: Any) -> float | None:
+def plain(value: Any) -> Any:
+    """Returns the value as plain JSON types; numbers that are not finite become None."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, int | str):  # most values are, and the test for a mapping is slow
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def number_of(value: Any) -> float | None:
     """Returns a number, NaN for None and for numbers that are not finite, and None for anything else."""
     if value is None:
         return math.nan

@@ -164,7 +164,7 @@ def search_steps(run: Run, query: Query, before: float, first: int, read: Read) 
     for num_searched, number in enumerate(reversed(steps)):
         if num_searched and time.monotonic() - started_s > BUDGET_S:
             return {"hits": hits, "next": {"before": number + 1, "first": 0}, "num_searched": num_searched}
-        step = _matching(run.rollout_file(number), query, read, weights, is_likely)
+        step = _matching(run, number, query, read, weights, is_likely)
         is_likely, start, first = False, first, 0
         if step is None:
             continue
@@ -183,7 +183,7 @@ def exported(run: Run, query: Query) -> Iterator[bytes]:
     """Yields the matching completions of all steps as JSON Lines, newest steps first, with their full texts."""
     weights, is_likely = run.reward_weights(), True
     for number in reversed(query.steps_of(run)):
-        step = _matching(run.rollout_file(number), query, read_step, weights, is_likely)
+        step = _matching(run, number, query, read_step, weights, is_likely)
         is_likely = False
         if step is None:
             continue
@@ -198,15 +198,18 @@ def exported(run: Run, query: Query) -> Iterator[bytes]:
                 "prompt": step.text("prompt", row)[0],
                 "completion": step.text("completion", row)[0],
             }
-            yield json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+            yield json.dumps(record, ensure_ascii=False, default=str).encode(errors="backslashreplace") + b"\n"
 
 
-def _matching(path: Path, query: Query, read: Read, weights: Sequence[float] | None, is_likely: bool) -> Step | None:
+def _matching(
+    run: Run, number: int, query: Query, read: Read, weights: Sequence[float] | None, is_likely: bool
+) -> Step | None:
     """Returns a step; None if its texts do not match, or if the file is damaged or was removed in the meantime.
 
     A step that is likely to match, because the one before did, is read at once, without looking at its texts first.
     """
     try:
+        path = run.rollout_file(number)
         return read(path, weights) if is_likely or query.may_match(path) else None
     except (OSError, ValueError):
         return None
@@ -328,17 +331,18 @@ class PromptIndex:
             if self._closed.is_set() or self._generation != generation or self._is_full():
                 return
             try:
-                step = read_step(self._run.rollout_file(number), weights)
-            except ValueError:  # damaged, or removed in the meantime
-                step = None
+                with np.errstate(all="ignore"):
+                    groups = self._groups_of(number, read_step(self._run.rollout_file(number), weights))
+            except (ValueError, OverflowError):  # damaged, or removed in the meantime
+                groups = None
             with self._lock:
                 if self._generation != generation:
                     return
                 self._done.add(number)
-                if step is None:
+                if groups is None:
                     self._num_unreadable += 1
                 else:
-                    self._groups.append(self._groups_of(number, step))
+                    self._groups.append(groups)
 
     def _groups_of(self, number: int, step: Step) -> np.ndarray:
         groups = []

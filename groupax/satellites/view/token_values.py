@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow
-import pyarrow.parquet
 
 from groupax.core.settings.objective import UNCLIPPED
 from groupax.core.types import FAILURES, TRUNCATIONS
-from groupax.satellites.view.rollouts import has_mask
+from groupax.satellites.view.rollouts import has_mask, opened
 from groupax.satellites.view.runs import NotFoundError, Run
 
 MAX_TOKENS_PER_CHARACTER = 8
@@ -123,7 +122,7 @@ def loss_bounds(run: Run) -> LossBounds:
         low, high, delta = config["epsilon"], config["epsilon_high"], config["delta"]
         bounds = 1 - float(low), 1 + float(low if high is None else high), math.inf if delta is None else float(delta)
         return LossBounds(*bounds, masked_ends=masked)
-    except (KeyError, TypeError, ValueError):
+    except (ArithmeticError, KeyError, TypeError, ValueError):
         return NO_BOUNDS
 
 
@@ -133,7 +132,7 @@ def token_channels(path: Path) -> dict[str, dict[str, str]]:
     Each has a `kind` (logp, entropy, ratio, push or value), its `column`, and for a ratio the column of the denominator
     in `over`. A push is advantage x ratio, what the gradient of a token's log-prob is multiplied with.
     """
-    with pyarrow.parquet.ParquetFile(path) as file:
+    with opened(path) as file:
         schema = file.schema_arrow
     if "completion_ids" not in schema.names:
         return {}
@@ -178,7 +177,7 @@ def token_values(
     columns = ["prompt_index", "sample_index", "completion_ids", column, *([over] if over else [])]
     limit = None if sample is not None else SHOWN_TOKENS
     found: dict[int, dict[str, Any]] = {}
-    with pyarrow.parquet.ParquetFile(path) as file:
+    with opened(path) as file:
         masked = has_mask(file.schema_arrow)
         columns += ["mask"] if masked else []
         pushing = ("advantage", TURN_ADVANTAGES, TURNS, "finish_reason") if is_push else ()
@@ -193,8 +192,7 @@ def token_values(
                 ids, num_ids = all_ids[:limit].astype(int), len(all_ids)
                 values = _token_array(batch.column(column)[row], len(ids))
                 if over:
-                    with np.errstate(over="ignore"):
-                        values = np.exp(values - _token_array(batch.column(over)[row], len(ids)))
+                    values = np.exp(values - _token_array(batch.column(over)[row], len(ids)))
                 found[sample_index] = {"ids": ids.tolist(), "length": num_ids}
                 if is_push:
                     record = {name: batch.column(name)[row].as_py() for name in pushing if name in columns}
@@ -234,7 +232,7 @@ def _token_advantages(num_tokens: int, record: Mapping[str, Any]) -> np.ndarray:
     try:
         for turn, advantage in zip(json.loads(record[TURNS]), own, strict=True):
             advantages[int(turn["start"]) : int(turn["end"])] = advantage
-    except (KeyError, RecursionError, TypeError, ValueError):
+    except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError):
         return np.full(num_tokens, np.nan)
     return advantages
 

@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow
-import pyarrow.parquet
 
 from groupax.core.storage.folders import read_file
-from groupax.satellites.view.rollouts import floats, has_mask, list_lengths, scalar_text
+from groupax.satellites.view.rollouts import floats, has_mask, list_lengths, opened, scalar_text
 from groupax.satellites.view.runs import NotFoundError, Run
 from groupax.satellites.view.token_values import LossBounds, loss_bounds, token_texts
 
@@ -83,7 +82,7 @@ def why(run: Run, step: int) -> dict[str, Any]:
         largest = sorted((exact or {}).items(), key=lambda item: -_size(item[1]))[:SHOWN_ROWS]
         rows = [{"prompt_index": prompt, "sample_index": sample, **each} for (prompt, sample), each in largest]
     else:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with opened(path) as file:
             missing = [name for name in COLUMNS if name not in file.schema_arrow.names]
             terms = _no_terms() if missing else read_terms(file, loss_bounds(run), _is_per_row(run))
             fault = f"Its rollout log has no {missing[0]}." if missing else ""
@@ -117,7 +116,7 @@ def exact_shares(folder: Path, step: int) -> Exact | None:
             }
             for row in rows
         }
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (ArithmeticError, OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from groupax.cli.main import exit_status
-from groupax.compat.easydel.scripts.finetune.flags import run
+from groupax.compat.easydel.scripts.finetune import run
 
 # The reward of the right answer, and that of each of four tags that occurs exactly once.
 WEIGHTS = {"--correctness_reward": ("gsm8k_accuracy", 1.0), "--xml_reward": ("xml_count", 4.0)}

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from groupax.cli.main import exit_status
-from groupax.compat.easydel.scripts.finetune.flags import run
+from groupax.compat.easydel.scripts.finetune import run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -285,12 +285,6 @@ export class Curves {
     this.refresh();
   }
 
-  key(event) {
-    if (event.key !== "/") return false;
-    this.search.focus();
-    return true;
-  }
-
   close() {
     this.closed = true;
     this.seen.disconnect();

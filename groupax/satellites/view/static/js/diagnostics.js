@@ -50,12 +50,6 @@ export class Diagnostics {
   update() {
     return this.start();
   }
-
-  key() {
-    return false;
-  }
-
-  close() {}
 }
 
 /** A list of a run's diagnostics; `changed()` is called when one is marked as read. */

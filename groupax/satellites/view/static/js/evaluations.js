@@ -29,10 +29,6 @@ export class Evaluations {
     fill(root, el("h1", { class: "sr" }, "Evaluations"), el("div", { class: "toolbar" }, this.runChoice.element), this.table, el("div", { class: "toolbar" }, this.fields, this.search), this.body);
   }
 
-  async start(parameters) {
-    await this.moved(parameters);
-  }
-
   async moved(parameters) {
     const run = oneRun(parameters);
     if (run === null) return;
@@ -190,12 +186,6 @@ export class Evaluations {
     return root;
   }
 
-  key(event) {
-    if (event.key !== "/") return false;
-    this.search.focus();
-    return true;
-  }
-
   /** Offers new evaluations; the open one stays open. */
   async update(changed) {
     const { parameters, run } = this;
@@ -208,8 +198,6 @@ export class Evaluations {
     if (names.includes(this.name)) this.layOutFields(rows);
     else await this.moved(parameters);
   }
-
-  close() {}
 }
 
 /** The estimates of a set, an evaluation per column. */

@@ -4,7 +4,6 @@ import { ask } from "./api.js";
 import { Curves } from "./curves.js";
 import { Diagnostics } from "./diagnostics.js";
 import { el, failure, fill } from "./dom.js";
-import { Distributions } from "./distributions.js";
 import { Evaluations } from "./evaluations.js";
 import { Overview } from "./overview.js";
 import { Prompts } from "./prompts.js";
@@ -19,7 +18,6 @@ const VIEWS = {
   overview: ["Overview", Overview],
   runs: ["Runs", RunsTable],
   curves: ["Curves", Curves],
-  distributions: ["Distributions", Distributions],
   time: ["Time", Timeline],
   rollouts: ["Rollouts", Rollouts],
   prompts: ["Prompts", Prompts],
@@ -28,7 +26,7 @@ const VIEWS = {
   diagnostics: ["Diagnostics", Diagnostics],
 };
 const KEYS = [
-  ["1 – 9, 0", "the views"], ["/", "search"], ["← →", "previous step, next step"], ["↑ ↓", "previous group, next group"], ["Home End", "first, newest step"],
+  ["1 – 9", "the views"], ["/", "search"], ["← →", "previous step, next step"], ["↑ ↓", "previous group, next group"], ["Home End", "first, newest step"],
   ["j k", "next, previous completion"], ["c", "copy the completion"], ["p", "copy a link to the completion"],
   ["Shift+Enter", "in the search of rollouts: search all steps"], ["Esc", "clear search and filter, leave a field"], ["t", "light or dark"], ["?", "these keys"],
 ];
@@ -36,7 +34,7 @@ const QUICK_MS = 1000;
 const SLOW_MS = 5000;
 
 const main = document.getElementById("main");
-const sidebar = new Sidebar(document.getElementById("side"), (names) => view?.page.update(names));
+const sidebar = new Sidebar(document.getElementById("side"), (names) => view && update(names));
 const connection = document.getElementById("connection");
 let view = null;
 
@@ -49,17 +47,26 @@ function show() {
     view.page.moved(parameters);
     return;
   }
-  view?.page.close();
+  view?.page.close?.();
   main.replaceChildren();
   document.title = `${VIEWS[wanted][0]} · groupax view`;
   const page = new VIEWS[wanted][1](main);
   view = { name: wanted, page };
-  page.start(parameters);
+  if (page.moved) page.moved(parameters);
+  else page.start();
+}
+
+/** Shows what is new of these runs; by default a page reads its own run again. */
+function update(names) {
+  const { page } = view;
+  if (page.update) return page.update(names);
+  page.runChoice.show(page.run);
+  return names.includes(page.run) && page.read();
 }
 
 /** Tabs are made once and then changed in place: a click may be under way. */
 const names = Object.keys(VIEWS);
-const tabs = names.map((name, index) => el("a", { href: address(name), title: `${VIEWS[name][0]} (${(index + 1) % 10})` }, VIEWS[name][0]));
+const tabs = names.map((name, index) => el("a", { href: address(name), title: `${VIEWS[name][0]} (${index + 1})` }, VIEWS[name][0]));
 const count = el("span", { class: "count" });
 tabs[names.indexOf("diagnostics")].append(count);
 // On a phone the views are a select box.
@@ -99,15 +106,15 @@ async function poll() {
       const runs = await ask("runs");
       const all = Object.keys({ ...app.runs, ...runs }); // including added and removed runs
       const changed = all.filter((name) => String(runs[name]?.version) !== String(app.runs[name]?.version));
-      const isTold = JSON.stringify(Object.values(runs).map((run) => run.status)) !== JSON.stringify(Object.values(app.runs).map((run) => run.status));
+      const isTold = JSON.stringify(Object.values(runs).map((run) => run.ending + run.status)) !== JSON.stringify(Object.values(app.runs).map((run) => run.ending + run.status));
       takeRuns(runs);
-      if (Object.values(runs).some((run) => run.status !== "done")) wait = QUICK_MS;
+      if (Object.values(runs).some((run) => ["waiting", "live", "quiet"].includes(run.status))) wait = QUICK_MS;
       if (changed.length || isTold) {
         sidebar.draw();
         drawTabs(known(place().view));
       }
       if (!view || showsAnother()) show();
-      else if (changed.length) await view.page.update(changed);
+      else if (changed.length) await update(changed);
     }
     const isLive = Object.values(app.runs).some((run) => run.status === "live");
     connection.className = `connection ${isLive ? "live" : ""}`;
@@ -149,12 +156,13 @@ addEventListener("keydown", (event) => {
     if (event.key === "Escape") target.blur();
     return;
   }
-  if (view?.page.key(event)) {
+  const { page } = view ?? {};
+  if (event.key === "/" ? page?.search : page?.key?.(event)) {
     event.preventDefault();
+    if (event.key === "/") page.search.focus();
     return;
   }
-  const number = (Number(event.key || NaN) + 9) % 10; // 1 to 9, then 0
-  if (/^[0-9]$/.test(event.key) && number < names.length) go(names[number]);
+  if (/^[1-9]$/.test(event.key)) go(names[Number(event.key) - 1]);
   else if (event.key === "t") switchTheme();
   else if (event.key === "?") showKeys();
 });

@@ -26,10 +26,6 @@ export class Overview {
     fill(root, el("h1", { class: "sr" }, "Overview"), el("div", { class: "toolbar choice-of-run" }, this.runChoice.element), this.body);
   }
 
-  async start(parameters) {
-    await this.moved(parameters);
-  }
-
   async moved(parameters) {
     const run = oneRun(parameters);
     if (run === null) return;
@@ -66,7 +62,7 @@ export class Overview {
       fill(this.body, head, changed, findings, curves, samples, about);
       this.drawn = {};
     }
-    this.fillPart("head", [progress, app.runs[this.run].status, facts.model, facts.recipe], () => head(this.run, facts, progress));
+    this.fillPart("head", [progress, app.runs[this.run].status, app.runs[this.run].ending, facts.model, facts.recipe], () => head(this.run, facts, progress));
     this.fillPart("changes", [changes], () => changes.length > 0 && [el("h2", {}, "Before and after"), el("ul", { class: "changes" }, changes.map(change))]);
     this.fillPart("findings", [diagnostics, [...app.read]], () => [
       el("h2", {}, "Diagnostics"),
@@ -127,15 +123,6 @@ export class Overview {
     this.read();
   }
 
-  async update(changed) {
-    this.runChoice.show(this.run);
-    if (changed.includes(this.run)) await this.read();
-  }
-
-  key() {
-    return false;
-  }
-
   close() {
     this.closed = true;
     this.closeCharts();
@@ -144,14 +131,14 @@ export class Overview {
 
 function head(run, facts, progress) {
   const { step, num_steps: total, elapsed_s: elapsed, remaining_s: remaining, tokens, started_at: started } = progress;
-  const { status } = app.runs[run];
+  const { status, ending } = app.runs[run];
   const part = total && step !== null ? Math.min(step / total, 1) : null;
   const bar = part !== null && el("div", { class: "progress", role: "progressbar", "aria-label": "Steps", "aria-valuemin": "0", "aria-valuemax": String(total), "aria-valuenow": String(step) }, el("i"));
   if (bar) bar.firstChild.style.setProperty("--part", String(part));
   const about = [
     step === null ? "no step yet" : total ? `step ${shown(step)} of ${shown(total)}` : `step ${shown(step)}`,
     elapsed !== null && `${duration(elapsed)} of training`,
-    remaining !== null && remaining > 0 && status !== "done" && (status === "live" ? `about ${duration(remaining)} left` : `${duration(remaining)} were left`),
+    remaining !== null && remaining > 0 && (status === "live" ? `about ${duration(remaining)} left` : `${duration(remaining)} were left`),
     tokens !== null && `${compact(tokens)} tokens`,
     started && `started ${when(started)}`,
   ].filter(Boolean);
@@ -160,6 +147,7 @@ function head(run, facts, progress) {
     el("p", { class: "subject" }, [facts.recipe && `Recipe ${facts.recipe}`, facts.model && `model ${shortModel(facts.model)}`, facts.rewards && `rewards ${facts.rewards}`].filter(Boolean).map((text, index) => [index > 0 && " · ", visible(text)])),
     bar,
     el("p", { class: "facts" }, about.join(" · ")),
+    ending && el("p", { class: "fault" }, visible(ending)),
   ];
 }
 

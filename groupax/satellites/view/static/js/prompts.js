@@ -24,10 +24,6 @@ export class Prompts {
     fill(root, el("h1", { class: "sr" }, "Prompts"), el("div", { class: "toolbar" }, this.runChoice.element, this.orders, this.search), this.progress, this.body);
   }
 
-  async start(parameters) {
-    await this.moved(parameters);
-  }
-
   async moved(parameters) {
     this.parameters = parameters;
     this.run = oneRun(parameters);
@@ -114,17 +110,6 @@ export class Prompts {
   themed() {
     if (this.chart) this.chart.lines = [];
     this.read();
-  }
-
-  async update(changed) {
-    this.runChoice.show(this.run);
-    if (changed.includes(this.run)) await this.read();
-  }
-
-  key(event) {
-    if (event.key !== "/") return false;
-    this.search.focus();
-    return true;
   }
 
   close() {

@@ -87,10 +87,6 @@ export class Rollouts {
     );
   }
 
-  async start(parameters) {
-    await this.moved(parameters);
-  }
-
   save() {
     const asked = new URLSearchParams({ run: this.run, min_step: this.step, max_step: this.step });
     download(`/api/export?${asked}`, `step_${this.step}.jsonl`);
@@ -330,7 +326,7 @@ export class Rollouts {
   key(event) {
     const actions = {
       ArrowLeft: () => this.move(-1), ArrowRight: () => this.move(1), Home: () => this.move(-Infinity), End: () => this.move(Infinity),
-      ArrowUp: () => this.movePrompt(-1), ArrowDown: () => this.movePrompt(1), "/": () => this.search.focus(), Escape: () => this.clear(),
+      ArrowUp: () => this.movePrompt(-1), ArrowDown: () => this.movePrompt(1), Escape: () => this.clear(),
     };
     if (!(event.key in actions)) return this.group.key(event);
     actions[event.key]();

@@ -13,7 +13,7 @@ const NOT_COMPARED = new Set(["output_dir", "run_name"]);
 // Columns: title, the value to sort by, and what is shown.
 const COLUMNS = [
   ["Run", ({ name }) => name, null],
-  ["Status", ({ state }) => state.status, ({ state }) => el("span", { class: `status ${state.status}` }, state.status)],
+  ["Status", ({ state }) => state.status, ({ state }) => el("span", { class: `status ${state.status}`, title: visible(state.ending) }, state.status)],
   ["Diagnostics", ({ name }) => severity(name), ({ name }) => diagnosticsCell(name)],
   ["Step", ({ row, state }) => row.step ?? state.last_step, ({ row, state }) => stepCell(row, state)],
   ["Last", ({ row }) => row.last, ({ row }) => shown(row.last, 3), "The last logged reward, or loss"],
@@ -139,12 +139,6 @@ export class RunsTable {
   async update() {
     this.signature = null;
     await this.start();
-  }
-
-  key(event) {
-    if (event.key !== "/") return false;
-    this.search.focus();
-    return true;
   }
 
   close() {

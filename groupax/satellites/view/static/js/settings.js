@@ -71,17 +71,9 @@ export class Settings {
     return [el("b", { title: other }, value), this.show === "changed" && el("small", {}, ` ${other}`)];
   }
 
-  key(event) {
-    if (event.key !== "/") return false;
-    this.search.focus();
-    return true;
-  }
-
   update() {
     return this.start();
   }
-
-  close() {}
 }
 
 function ofMachine(machine) {

@@ -5,6 +5,7 @@ import { debounced, el, fill, plural, shown, visible } from "./dom.js";
 import { app, chooseRuns, runColour, shortName, shownRuns, stored, toggleRun } from "./state.js";
 
 const NUM_FILTERED = 6; // runs from which on there is a filter
+const MAX_ENDING = 200; // characters of why a run has ended
 const NUM_COMPACT = 10; // runs from which on a card has only the name
 
 export class Sidebar {
@@ -94,10 +95,11 @@ export class Sidebar {
     item.style.setProperty("--key", runColour(name));
     status.className = `status ${run.status}`;
     status.textContent = run.status;
+    status.title = visible(run.ending);
     const about = ["reward", "loss"].find((each) => each in run.latest);
     const latest = about ? ` · ${about} ${shown(run.latest[about], 3)}` : "";
     facts.textContent = run.last_step === null ? "no step yet" : `step ${shown(run.last_step)}${latest}`;
-    fault.textContent = visible(run.fault);
+    fault.textContent = visible(run.fault || (run.ending.length > MAX_ENDING ? `${run.ending.slice(0, MAX_ENDING)}…` : run.ending));
     bad.textContent = run.num_bad_lines > 0 ? `${run.num_bad_lines} lines could not be read` : "";
   }
 }

@@ -27,7 +27,7 @@ export class Timeline {
     this.hint = el("p", { class: "hint" });
     this.shares = el("div");
     this.chart = el("div", { class: "timeline" });
-    this.reading = el("p", { class: "heat-reading", role: "status" });
+    this.reading = el("p", { class: "phase-reading", role: "status" });
     this.range = el("span", { class: "hint" });
     const move = (text, by) => el("button", { type: "button", on: { click: () => this.move(by) } }, text);
     fill(root, el("h1", { class: "sr" }, "Time"),
@@ -35,10 +35,6 @@ export class Timeline {
         select("Steps", NUMBERS.map((number) => [String(number), String(number)]), String(this.number), (number) => { this.number = Number(number); this.read(); }, "number"),
         el("div", { class: "joined" }, move("‹ Earlier", -1), move("Later ›", 1), move("Newest", Infinity)), this.range),
       this.shares, this.hint, this.chart, this.reading);
-  }
-
-  async start(parameters) {
-    await this.moved(parameters);
   }
 
   async moved(parameters) {
@@ -123,11 +119,6 @@ export class Timeline {
 
   themed() {
     this.read();
-  }
-
-  async update(changed) {
-    this.runChoice.show(this.run);
-    if (changed.includes(this.run)) await this.read();
   }
 
   key(event) {
