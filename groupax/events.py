@@ -35,7 +35,7 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class PhaseStarted:
-    """The run does something else from now on, such as sampling; `total` is the number of items if it has any."""
+    """A new phase of the run began, such as sampling; `total` is its number of items, if it has any."""
 
     name: str
     total: int | None = None

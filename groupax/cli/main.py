@@ -47,7 +47,7 @@ COMMANDS = {
     "serve": ("groupax.cli.serve:serve", "serve a model with OpenAI's API: groupax serve --model MODEL --port 8000"),
     "resume": (
         "groupax.cli.train:resume",
-        "resume a run that was stopped: groupax resume RUN_DIR [options of train or sft that should differ]",
+        "resume a run that was stopped: groupax resume RUN_DIR [options to override]",
     ),
     "replay": (
         "groupax.cli.replay:replay",
@@ -55,7 +55,7 @@ COMMANDS = {
     ),
     "bisect": (
         "groupax.cli.bisect:bisect",
-        "find the step and the rows that a metric went wrong by: groupax bisect RUN_DIR --until 'kl > 1'",
+        "find the step and rows where a metric went wrong: groupax bisect RUN_DIR --until 'kl > 1'",
     ),
     "checkpoints": (
         "groupax.cli.models:checkpoints",

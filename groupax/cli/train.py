@@ -193,7 +193,7 @@ class Inputs:
         return self.recipe.train_dataset(command.dataset) if self.recipe else command.dataset
 
     def data_name(self, command: Train) -> str:
-        """Returns the source of the training prompts for people; it is no path of a recipe's file."""
+        """Returns the source of the training prompts for people; it is not a path of a recipe's file."""
         if self.recipe is None:
             return str(command.dataset)
         source = command.dataset or self.recipe.source
@@ -355,7 +355,7 @@ def resume(arguments: Sequence[str]) -> None:
     """Runs `groupax resume`: the command that started the run, with `resume` set to it."""
     asks_help = bool({"-h", "--help"} & set(arguments))
     if not asks_help and (not arguments or arguments[0].startswith("-")):
-        raise ValueError("which run? groupax resume RUN_DIR [options of groupax train or sft that should differ]")
+        raise ValueError("which run? groupax resume RUN_DIR [options to override]")
     if asks_help:
         parsed(Resume, "resume RUN_DIR", arguments)
     options = list(arguments[1:])
@@ -376,7 +376,7 @@ def resumed_command(run: str) -> Train | SFT:
     """Returns the command that started a run, changed to resume it."""
     config = _run_file(run, "config.json")
     if config is None:
-        raise ValueError(f"{run} is no run folder: it has no config.json")
+        raise ValueError(f"{run} is not a run folder: it has no config.json")
     command = _run_file(run, "command.json")
     if command is None:
         raise ValueError(

@@ -117,11 +117,11 @@ class _Settings:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
-        """Raises a ValueError for settings of several records that exclude each other."""
+        """Raises a ValueError for settings of several records that cannot be combined."""
 
     def part(self, record: type[T], **more: Any) -> T:
         """Returns a record of that class with the settings of the same names, and `more`."""
-        assert is_dataclass(record), f"{record} is no dataclass"
+        assert is_dataclass(record), f"{record} is not a dataclass"
         own = {field.name for field in _fields(self)}
         return record(**{field.name: getattr(self, field.name) for field in fields(record) if field.name in own} | more)
 
@@ -193,7 +193,7 @@ class GRPOConfig(
 
     def _check_combinations(self) -> None:
         if self.drop_last and self.filter_zero_variance:
-            raise ValueError("drop_last and filter_zero_variance exclude each other: rollouts differ in size then")
+            raise ValueError("drop_last and filter_zero_variance cannot be combined: rollouts would vary in size")
         for name in ("sync_ref_model", "offload_reference", "use_kl_in_reward"):
             if getattr(self, name) and self.beta == 0:
                 raise ValueError(f"{name} needs a reference, and beta is 0; set beta above 0")
@@ -234,7 +234,7 @@ class GRPOConfig(
             )
         if self.max_staleness and self.decoding_tp > 1:
             raise ValueError(
-                f"decoding_tp {self.decoding_tp} and max_staleness {self.max_staleness} exclude each other: the "
+                f"decoding_tp {self.decoding_tp} and max_staleness {self.max_staleness} cannot be combined: the "
                 "collectives of decoding and of updates would wait for each other; set decoding_tp to 1"
             )
 

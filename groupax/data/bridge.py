@@ -365,7 +365,7 @@ def _tame(name: Any) -> str:
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """Returns the text of a new message, with a question mark for half of a surrogate pair, which is no character."""
+    """Returns the text of a new message, with a question mark for half of a surrogate pair."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role.isidentifier():
         raise ValueError(f"a new message has no role like 'tool' or 'user': {short_repr(message)}")

@@ -86,7 +86,7 @@ def check_characters(value: Any, where: str) -> None:
     except UnicodeEncodeError as error:
         text = error.object[max(error.start - 20, 0) : error.end].encode(errors="backslashreplace").decode()
         raise ValueError(
-            f"{where} has half of a surrogate pair, which is no character, in ...{text!r}; remove it"
+            f"{where} has half of a surrogate pair, which is not a character, in ...{text!r}; remove it"
         ) from error
     except RecursionError as error:
         raise ValueError(f"{where} is nested too deeply") from error

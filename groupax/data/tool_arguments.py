@@ -26,7 +26,7 @@ QUOTED = 40  # characters of the text that an error quotes
 def read_json(text: str, start: int = 0) -> tuple[Any, int]:
     """Returns the JSON value that begins at a position of a text, from which errors count, and where it ends.
 
-    Raises a ValueError if it is no JSON, repeats a key, has a half of a surrogate pair, or is nested too deeply.
+    Raises a ValueError if it is not JSON, repeats a key, has a half of a surrogate pair, or is nested too deeply.
     """
     begin = skip_space(text, start)
     try:
@@ -43,12 +43,12 @@ def read_json(text: str, start: int = 0) -> tuple[Any, int]:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise ValueError("it has half of a surrogate pair, which is no character") from error
+            raise ValueError("it has half of a surrogate pair, which is not a character") from error
     return value, end
 
 
 def skip_space(text: str, start: int) -> int:
-    """Returns the position of the first character that is no white space, at or after `start`."""
+    """Returns the position of the first character that is not white space, at or after `start`."""
     found = SPACE.match(text, start)
     return start if found is None else found.end()
 
@@ -197,7 +197,7 @@ def _checked_text(check: _Check, schema: Any, text: str, where: str, refs: tuple
 
 
 def _written(text: str) -> Iterator[Any]:
-    """Yields the value that chat templates write as this text, if it is no string."""
+    """Yields the value that chat templates write as this text, if it is not a string."""
     if text in WRITTEN:
         yield WRITTEN[text]
     value = _from_text(text)

@@ -42,7 +42,7 @@ class Batch(Arrays):
         core: The engine's model, devices and cache of prefixes.
         plan: Limits of the cache.
         sequences: Unstarted sequences.
-        patience: Number of chunks for which fewer slots must be enough before the others are dropped.
+        patience: Chunks to wait before the batch shrinks to fewer slots.
         serving: How a server chooses shapes, programs and the lengths of chunks (`programs.Serving`); None outside of
             servers, where whatever is needed is compiled while all wait.
 

@@ -109,7 +109,7 @@ class ConstraintCompiler:
         if len(text) > MAX_CHARACTERS:
             raise ValueError(f"{kind} has {len(text):,} characters, more than {MAX_CHARACTERS:,}; simplify it")
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise ValueError(f"{kind} has half of a surrogate pair, which is no text")
+            raise ValueError(f"{kind} has half of a surrogate pair, which is not a text")
         tokens, library = self.load_tokens(), _llguidance()
         grammar = text if kind == "grammar" else f"{HEADER}start: {rule(kind, text)}"
         limits = library.LLParserLimits(**LIMITS)
@@ -304,7 +304,7 @@ def _may_close(schema: dict[str, Any]) -> bool:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"json_schema has {name}, which is no number of JSON")
+    raise ValueError(f"json_schema has {name}, which is not a number of JSON")
 
 
 def _short(value: Any) -> str:

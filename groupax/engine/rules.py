@@ -196,7 +196,7 @@ def _largest_threshold(holds: Callable[[Array], Array], B: int, bits: int) -> UI
         held = jnp.sum(holds(threshold[:, None] + steps * unit), axis=-1, dtype=jnp.uint32)
         return threshold + held * unit
 
-    # a loop is no part of a GPU's graph of kernels
+    # a loop is not a part of a GPU's graph of kernels
     unroll = traced_platform() == "gpu"
     return lax.fori_loop(0, 32 // bits, refine, jnp.zeros(B, jnp.uint32), unroll=unroll)
 

@@ -120,7 +120,7 @@ def _draw(
     uniform: Float[Array, "B 2"],
     greedy: Bool[Array, "B"],
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-    """Draws a token per row by its weight, first a block, then one of it; takes the likeliest one of greedy rows.
+    """Samples a token per row hierarchically: a block, then a token in it. Greedy rows take the likeliest token.
 
     Args:
         sums: Sum of the weights of each block.

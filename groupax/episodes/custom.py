@@ -167,14 +167,14 @@ def _checked(trajectory: Trajectory, name: str, function: RolloutFunction) -> di
         logps = np.asarray(given.logprobs, np.float32)
         mask = np.ones(len(completion), bool) if given.mask is None else np.asarray(given.mask).astype(bool)
     except (TypeError, ValueError) as error:
-        raise RunError(f"{name} has log-probs or a mask that are no numbers: {error}") from error
+        raise RunError(f"{name} has log-probs or a mask that are not numbers: {error}") from error
     if logps.shape != completion.shape or mask.shape != completion.shape:
         raise RunError(
             f"{name} has {len(completion)} tokens after the prompt, log-probs of shape {list(logps.shape)} and a mask "
             f"of shape {list(mask.shape)}; each token needs one number of both"
         )
     if not np.isfinite(logps[mask]).all() or (logps[mask] > 0).any():
-        raise RunError(f"{name} has log-probs of sampled tokens that are no numbers of at most 0")
+        raise RunError(f"{name} has log-probs of sampled tokens that are not numbers of at most 0")
     missing = sorted(set(function.columns) - set(given.columns))
     if missing:
         raise RunError(f"{name} lacks the column {missing[0]!r}; it has {', '.join(given.columns) or 'none'}")

@@ -225,4 +225,4 @@ def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    raise TypeError(f"{type(value).__name__} is not JSON")

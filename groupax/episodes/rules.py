@@ -138,7 +138,7 @@ class Rules:
         name = str(example.get("environment"))
         if name not in self.setups:
             raise ValueError(
-                f"the dataset's column environment has {name!r}, which is no environment of the run; it has "
+                f"the dataset's column environment has {name!r}, which is not an environment of the run; it has "
                 f"{', '.join(self.setups)}{nearest(name, self.setups)}"
             )
         return self.setups[name]
@@ -150,7 +150,7 @@ class Rules:
         name = example.get("adapter")
         if name not in self.adapters:
             raise ValueError(
-                f"the dataset's column adapter has {short_repr(name)}, which is no adapter of the run; it trains "
+                f"the dataset's column adapter has {short_repr(name)}, which is not an adapter of the run; it trains "
                 f"{', '.join(self.adapters)}{nearest(str(name), self.adapters)}"
             )
         return name

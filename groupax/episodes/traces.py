@@ -128,7 +128,7 @@ def read_traces(path: Path | str) -> list[dict[str, Any]]:
     """Returns the traces of a file as dataset rows, one for each group, with its traces in the column `traces`.
 
     Raises:
-        ValueError: A line is no trace.
+        ValueError: A line is not a trace.
     """
     groups: dict[str, list[Trace]] = {}
     with Path(path).open() as file:

@@ -83,7 +83,7 @@ def _through_keys(latent: LatentAttention, kv_up: Weight, q: Float[Array, "M N P
 
 
 def _through_values(latent: LatentAttention, kv_up: Weight, x: Float[Array, "M N C"]) -> Float[Array, "M N V"]:
-    """Multiplies weighted sums of latent vectors with the matrix that would make values of them."""
+    """Applies the value up-projection to weighted sums of latent vectors."""
     if isinstance(kv_up, AdaptedWeight):
         b = _by_head(latent, kv_up.change.b)[:, latent.plain_dims :]
         inner = jnp.einsum("mnc,rc->mnr", x, kv_up.change.a) * _rank_scales(kv_up, x.dtype)

@@ -31,7 +31,7 @@ def rollout_metrics(
 
 
 def completion_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Computes lengths in sampled tokens, of all completions and of those that no limit ended, and the other fraction.
+    """Computes lengths in sampled tokens, of all completions and of untruncated ones, and the truncated fraction.
 
     `rollout/sampler_gap_mean` is the mean by which truncated sampling (top-p and so on) raised the sampled log-probs.
     """

@@ -331,7 +331,7 @@ def _constraint(name: str, value: Any) -> tuple[str, str] | None:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """Returns the JSON object in a body that a response could repeat: 1e999 is no number."""
+    """Returns the JSON object in a body that a response could repeat: 1e999 is not a number."""
     try:
         given = from_json(body, allow_inf_nan=False)
         json.dumps(given, allow_nan=False)

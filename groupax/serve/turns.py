@@ -28,7 +28,7 @@ class TurnFormat:
         tokenizer: Tokenizer of the model.
         calls: Format of calls and of reasoning; None if turns are plain text.
         marks: Marks of the format.
-        hidden: Special tokens that are no marks.
+        hidden: Special tokens that are not marks.
         fault: Reason why there can be no calls.
     """
 
@@ -207,7 +207,7 @@ class TurnStream:
         self._text, self._sent, self._num_read = "", Turn(), 0
 
     def add(self, text: str) -> Turn:
-        """Adds text and returns what is new; of a long turn, not every time, since all of it is read again."""
+        """Adds text and returns what is new; throttled for long turns, which are re-parsed from their start."""
         self._text += text
         if len(self._text) - self._num_read < len(self._text) // MAX_READINGS:
             return Turn()

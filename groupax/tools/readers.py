@@ -237,7 +237,7 @@ def _mistral_calls(text: str, start: int) -> tuple[list[ToolCall], int]:
 
 
 def read_llama(text: str, prompt: str) -> ParsedTurn:
-    """Reads a turn that has calls, separated by semicolons, or content. JSON that is no call is content."""
+    """Reads a turn that has calls, separated by semicolons, or content. JSON that is not a call is content."""
     turn = read_marked(
         text, prompt, PYTHON_TAG, lambda text, start: (_llama_calls(text, start, len(PYTHON_TAG)), len(text))
     )

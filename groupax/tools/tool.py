@@ -103,7 +103,7 @@ def tools_from(functions: Iterable[Any]) -> dict[str, Tool]:
     """Returns tools by name, in the order given.
 
     Raises:
-        ValueError: One of them is no function, lacks a part of its description, or has the name of another one.
+        ValueError: One of them is not a function, lacks a part of its description, or has the name of another one.
     """
     tools: dict[str, Tool] = {}
     for function in functions:

@@ -444,7 +444,7 @@ def unpack(packed: Sequence[Packed], values: Sequence[Any], rows: Sequence[Row])
 
 
 def denominators(rows: Sequence[Row], with_masked_rows: bool) -> Denominators:
-    """Returns the number of rows and of loss tokens of a step; rows of failed environments are no rows.
+    """Returns the number of rows and of loss tokens of a step; rows of failed environments are not counted.
 
     Args:
         rows: rows of the step.

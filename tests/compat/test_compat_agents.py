@@ -217,7 +217,7 @@ def test_outputs_of_rollout_funcs_are_checked():
     for made, columns, message in (
         ([good, Trajectory([1], [], [])], (), "must have token ids"),
         ([good, Trajectory([1], [2, 3], [-1.0])], (), "each token needs one number of both"),
-        ([good, Trajectory([1], [2], [0.5])], (), "no numbers of at most 0"),
+        ([good, Trajectory([1], [2], [0.5])], (), "not numbers of at most 0"),
         ([good, Trajectory([1], [2, 90], [-1.0, -1.0])], (), "not among the model's 90"),
         ([good, Trajectory([1] * 8, [2, 3], [-1.0, -1.0])], (), "8 \\+ 2 tokens"),
         ([good], (), "returned 1 for 1 prompts with 2"),

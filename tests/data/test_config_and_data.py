@@ -97,7 +97,7 @@ def test_trls_names_point_to_ours():
         ({"decoding_tp": 2, "base_weights": "nf4", "lora_r": 4}, "base_weights 'nf4' are replicated on every device"),
         (
             {"decoding_tp": 2, "max_staleness": 1, "rollout_correction": "token_truncate"},
-            "decoding_tp 2 and max_staleness 1 exclude each other",
+            "decoding_tp 2 and max_staleness 1 cannot be combined",
         ),
         ({"routing_replay": True, "rollout_servers": ("http://a:1",)}, "rollout_servers send no experts"),
         ({"regex": "a"}, "with regex completions are sampled from another distribution"),

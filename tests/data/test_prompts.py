@@ -178,7 +178,7 @@ def test_mappings_on_the_command_line_are_json(capsys):
         with pytest.raises(ValueError, match=r"write .*, e\.g\. "):
             read_mapping(wrong)
     assert main(["train", "--chat_template_kwargs", "enable_thinking=false"]) == 2
-    assert "is no JSON" in capsys.readouterr().err
+    assert "is not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["hi", "<|bos|>hi", "<|bos|><|bos|>hi", ""])

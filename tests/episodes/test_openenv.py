@@ -58,7 +58,7 @@ def test_tools_of_an_environment_are_tools_of_the_model():
 def test_actions_and_observations_may_be_mapped():
     def action(text):
         if not text.isdigit():
-            raise ValueError(f"{text!r} is no number")
+            raise ValueError(f"{text!r} is not a number")
         return {"text": "a" * int(text)} if int(text) else {}
 
     def answer(text, sample, turn):
@@ -68,7 +68,7 @@ def test_actions_and_observations_may_be_mapped():
         environment = openenv(server.url, action=action, observation=lambda seen: f"<{seen['text']}>")
         [[row]], _ = played(answer, environments=environment, params=SamplingParams(n=1, max_tokens=2000))
     assert row.finish_reason == "done"
-    assert "'some' is no number" in texts(row)[1]
+    assert "'some' is not a number" in texts(row)[1]
     assert "Field required" in texts(row)[3]
     assert texts(row)[5].startswith("<Again")
     assert [message["type"] for message in server.messages] == ["reset", "step", "step", "step", "step", "close"]
@@ -77,7 +77,7 @@ def test_actions_and_observations_may_be_mapped():
 def test_a_failure_of_the_server_leaves_the_episode_out():
     fates = {
         "crash": "EXECUTION_ERROR.*crashed",
-        "nan": "no finite number",
+        "nan": "not a finite number",
         "odd": "not answer as OpenEnv",
         "hang": "not answered within 0.2 s",
         "leave": "ended the session",

@@ -249,7 +249,7 @@ def test_a_setting_changes_the_stages_from_its_own_on():
 def test_a_step_that_is_not_there_is_refused(run, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"step 9 is not in the record of .*, which has the steps 1 to 4"):
         again(run, 9)
-    with pytest.raises(ValueError, match=r"is no run folder: it has no config\.json"):
+    with pytest.raises(ValueError, match=r"is not a run folder: it has no config\.json"):
         again(tmp_path, 1)
     assert main(["replay", str(run), "--step", "1"]) == 2
     assert "was started from Python; replay it there: groupax.replay_step(" in capsys.readouterr().err
@@ -263,7 +263,7 @@ def test_conditions_on_metrics_are_parsed():
     assert not condition.holds({"kl": 2.0, "loss": 0.0})
     assert not condition.holds({"kl": None, "loss": -1.0})
     for text in ("kl", "kl > x", "kl > 1 and", "__import__('os') > 1", "kl > 1; 2", "kl > 1.1.1"):
-        with pytest.raises(ValueError, match="is no condition on metrics"):
+        with pytest.raises(ValueError, match="is not a condition on metrics"):
             parsed_condition(text)
     lines = [{"step": 2.0, "kl": 0.1}, {"step": 4.0, "kl": 3.0}]
     assert first_line(lines, parsed_condition("kl > 1")) == (4, 2)

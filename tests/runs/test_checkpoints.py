@@ -577,7 +577,7 @@ def test_resume_and_checkpoints_on_the_command_line(tmp_path, capsys, caplog):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["resume", "nowhere"], "nowhere is no run folder"),
+        (["resume", "nowhere"], "nowhere is not a run folder"),
         (["resume", "RUN"], "was started from Python"),
         (["checkpoints", "nowhere"], "nowhere has no checkpoints"),
         (["checkpoints", "RUN", "export"], "where to? give --to FOLDER"),

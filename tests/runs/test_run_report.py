@@ -143,7 +143,7 @@ def test_a_run_that_goes_on_and_damaged_files_are_read_as_far_as_they_go(run, tm
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
-    with pytest.raises(ValueError, match=r"is no run folder: it has no metrics\.jsonl"):
+    with pytest.raises(ValueError, match=r"is not a run folder: it has no metrics\.jsonl"):
         read_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_reward": 1.0}\n')
     with pytest.raises(ValueError, match="has not come to a logged step"):

@@ -270,7 +270,7 @@ def named(completions, gold):
         ({"rewards": named, "eval_dataset": [{"prompt": "a"}]}, "no column 'gold', which the reward function"),
         ({"rewards": named, "correctness_reward": "name"}, "did you mean named"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: value[:40] if isinstance(value, str) else "-".join(value),
 )
 def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):

@@ -16,7 +16,7 @@ from groupax.data.chat import join_text_parts
 from groupax.episodes.environment import EnvironmentClass
 from groupax.tools.tool import Step, Tool, tools_from, tools_of
 
-RESERVED = ("reset", "get_reward")  # methods that are no tools
+RESERVED = ("reset", "get_reward")  # methods that are not tools
 PLACEHOLDER = [{"role": "user", "content": ""}]  # prompt of an environment that brings its own
 NO_REWARD = (
     "No reward source provided: give reward_funcs, or an environment_factory whose environments have a method "

@@ -65,7 +65,7 @@ def trajectories_of(output: Any) -> list[Trajectory]:
 
 
 def expected_columns(rewards: Sequence[Any], known: Sequence[str]) -> list[str]:
-    """Returns the arguments that reward functions need and that are no columns of the dataset."""
+    """Returns the arguments that reward functions need and that are not columns of the dataset."""
     supplied = {*BATCH_ARGS, *SINGLE_ARGS, *EXTRA_ARGS, *known}
     needed = [
         each.name

@@ -28,7 +28,7 @@ class MeshSettings:
     """Dims to replicate if they are not divisible by the mesh, e.g. kv_heads; other indivisible dims are an error."""
 
     def check(self) -> None:
-        """Raises a ValueError for texts that are no mesh."""
+        """Raises a ValueError for invalid mesh strings."""
         if self.mesh is not None:
             mesh_sizes(self.mesh)
         if self.mesh_dcn is not None and min(mesh_sizes(self.mesh_dcn, "mesh_dcn")) < 1:

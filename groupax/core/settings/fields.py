@@ -85,7 +85,7 @@ def check_json(value: Any, where: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} has half of a surrogate pair, which is no character; remove it") from error
+        raise ValueError(f"{where} has half of a surrogate pair, which is not a character; remove it") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{where} has a value that JSON cannot represent ({error}); make it a text or a number"
@@ -213,9 +213,9 @@ def read_mapping(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{text:.100} is no JSON ({error}); write an object, {example}") from error
+        raise ValueError(f"{text:.100} is not JSON ({error}); write an object, {example}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{text:.100} is no JSON object; write one, {example}")
+        raise ValueError(f"{text:.100} is not a JSON object; write one, {example}")
     return value
 
 

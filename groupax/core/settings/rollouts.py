@@ -94,7 +94,7 @@ class RolloutSettings:
     """Dynamic sampling stops after this many times the prompts of a rollout and fills up with groups without signal."""
 
     def check(self) -> None:
-        """Raises a ValueError for rollouts that are too large and for addresses that are no servers."""
+        """Raises a ValueError for rollouts that are too large and for addresses that are not servers."""
         rows = self.prompts_per_step * self.updates_per_rollout * self.num_generations
         if rows > MAX_ROWS:
             raise ValueError(

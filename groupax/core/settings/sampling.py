@@ -169,7 +169,7 @@ class EvalSamplingSettings:
 
 
 def check_constraint(regex: str | None, json_schema: str | None, grammar: str | None = None) -> None:
-    """Raises a ValueError if a constraint is no text, or if there are two."""
+    """Raises a ValueError if a constraint is not a text, or if there are two."""
     given = {"regex": regex, "json_schema": json_schema, "grammar": grammar}
     for name, value in given.items():
         if value is not None and not isinstance(value, str):

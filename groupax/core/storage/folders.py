@@ -93,7 +93,7 @@ def local_folder(name_or_path: str | os.PathLike[str]) -> Path | None:
 
 
 def whereabouts(path: Path) -> str:
-    """Returns the end of an error about a path that is no folder: where it was looked for, and which one is near."""
+    """Returns the end of an error about a path that is not a folder: where it was looked for, and which one is near."""
     if path.exists():
         return "; it is a file"
     packaged = PACKAGE.parent / path

@@ -14,7 +14,7 @@ from rich.text import Text
 from groupax.core.terminal.printable import printable
 
 SAMPLE_COLUMNS = 20  # that a column of completions needs to be readable
-WIDE = 160  # columns of what is no terminal, such as a file
+WIDE = 160  # columns of what is not a terminal, such as a file
 _CELL = "padding:2px 12px 2px 0;text-align:left;vertical-align:top;"
 
 

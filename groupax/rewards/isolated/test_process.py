@@ -238,7 +238,7 @@ class Namespace(dict):
         if value is SOLUTION_MODULE:  # imported here, by the name that the tests use
             self[name] = value = importlib.import_module(module)
         elif isinstance(value, (Handle, tuple, BaseException)) and name != self.entry_point and module in MODULES:
-            called: Any = value  # what is no function raises as it would there
+            called: Any = value  # what is not a function raises as it would there
             return lambda *args, **kwargs: called(*args, **kwargs)  # without the attributes of a false module
         return value
 

@@ -1,7 +1,7 @@
 """The storage of checkpoints, in a local folder or a bucket, and the checksums of their files. Imports no jax.
 
 A checkpoint is first written into a local folder aside. `publish` then makes it visible: by a rename, or, where there
-are no renames, by uploading its checksums last; a folder without them is no checkpoint.
+are not renames, by uploading its checksums last; a folder without them is not a checkpoint.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ HF = Layout("checkpoint-", 1, RECORDS)
 class LocalStore:
     """Stores checkpoints as folders in a local folder, which is created when needed.
 
-    A folder with a name of the layout, but without the folder inside, is no checkpoint.
+    A folder with a name of the layout, but without the folder inside, is not a checkpoint.
     """
 
     is_atomic = True  # checkpoints appear at once; otherwise one without checksums was never complete
@@ -101,7 +101,7 @@ class LocalStore:
         shutil.rmtree(hidden)
 
     def set_aside(self, step: int) -> str:
-        """Renames it to `step_N.aside`, which is no checkpoint, and returns the new path."""
+        """Renames it to `step_N.aside`, which is not a checkpoint, and returns the new path."""
         place = self.folder / self.layout.inside / f"{self.layout.name_of(step)}.aside"
         shutil.rmtree(place, ignore_errors=True)
         place.parent.mkdir(exist_ok=True)

@@ -103,7 +103,7 @@ def read_run(folder: Path) -> RunRecord:
     """
     folder = run_folder_in(folder)
     if not (folder / "metrics.jsonl").is_file():
-        raise ValueError(f"{folder} is no run folder: it has no metrics.jsonl")
+        raise ValueError(f"{folder} is not a run folder: it has no metrics.jsonl")
     lines = _json_lines(folder / "metrics.jsonl")
     metrics = [line for line in lines if "loss" in line and "step" in line]
     if not metrics:

@@ -94,7 +94,7 @@ def mcp(
     Raises:
         ImportError: mcp is not installed.
         InfrastructureError: The server does not answer.
-        ValueError: The address is none, or there is no such tool.
+        ValueError: The address is invalid, or there is no such tool.
     """
     require("mcp", "mcp(...)", is_imported=False)
     for library_logger in LOGGERS:

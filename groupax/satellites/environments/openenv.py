@@ -70,7 +70,7 @@ def openenv(
 
     Raises:
         ImportError: websockets is not installed.
-        ValueError: The address is none, or the environment's actions are not understood.
+        ValueError: The address is invalid, or the environment's actions are not understood.
         InfrastructureError: The server does not answer.
     """
     require("openenv", "openenv(...)")
@@ -164,7 +164,7 @@ class OpenEnvSession:
             return None
         if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
             raise InfrastructureError(
-                f"the environment gave the reward {short_repr(reward)}, which is no finite number"
+                f"the environment gave the reward {short_repr(reward)}, which is not a finite number"
             )
         self._last = float(reward)
         return self._last if self._rewards == "sum" else None

@@ -243,7 +243,7 @@ def _score_of_command(name: str, score: str | None, code: int, stdout: str, stde
         return float(lines[-1])
     except (IndexError, ValueError) as error:
         last = lines[-1][:200] if lines else ""
-        raise InfrastructureError(f"the last line that {name} writes is no number: {last!r}") from error
+        raise InfrastructureError(f"the last line that {name} writes is not a number: {last!r}") from error
 
 
 def _filled(word: str, values: Mapping[str, Any]) -> str:

@@ -37,7 +37,7 @@ class FewLayers:
 
 
 def few_layers(config: ModelConfig, lora: LoRAConfig | None = None) -> list[FewLayers]:
-    """Returns models with a few layers that together tell what a model costs; the model itself if that is no larger.
+    """Returns models with a few layers that together tell what a model costs; the model itself if that is not larger.
 
     The first has two layers of each kind (all of a kind with up to three), and each of the others two more of one kind.
 

@@ -88,8 +88,8 @@ def _term(term: str, text: str) -> Term:
     if found := _NAN.fullmatch(term):
         return Term(found[1])
     raise ValueError(
-        f"{text!r} is no condition on metrics: {term.strip()!r} must be like 'kl > 1' or 'loss is nan', and 'and' and "
-        "'or' join several"
+        f"{text!r} is not a condition on metrics: {term.strip()!r} must be like 'kl > 1' or 'loss is nan', and 'and' "
+        "and 'or' join several"
     )
 
 

@@ -58,7 +58,7 @@ class RecordedRun:
         """The records of the processes that worked on the run, in their order."""
         processes = self._content("run.json").get("processes", [])
         if not isinstance(processes, list) or not all(map(_is_process, processes)):
-            raise ValueError(f"{self.folder / 'run.json'} is damaged: {processes!r:.80} are no processes of a run")
+            raise ValueError(f"{self.folder / 'run.json'} is damaged: {processes!r:.80} are not processes of a run")
         return processes
 
     def process(self, step: int) -> Mapping[str, Any]:
@@ -204,7 +204,7 @@ def recorded_run(path: str | Path) -> RecordedRun:
         raise ValueError(f"{path} is in a bucket; copy the run to a local folder to replay it")
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is no run folder: it has no config.json")
+        raise ValueError(f"{folder} is not a run folder: it has no config.json")
     run = RecordedRun(folder)
     if not run.records:
         raise ValueError(f"{folder} has no step in {NAME}: no optimizer step of GRPO was recorded there")

@@ -179,12 +179,12 @@ def changed_settings(changes: Mapping[str, Any], args: GRPOConfig) -> Mapping[st
     """Returns settings that differ from those of the run, as values of their types.
 
     Raises:
-        ValueError: One is no setting, has a value of another type, or cannot differ in a step.
+        ValueError: One is not a setting, has a value of another type, or cannot differ in a step.
     """
     known = [each.name for each in fields(GRPOConfig)]
     for name in changes:
         if name not in known:
-            raise ValueError(f"{name!r} is no setting of groupax train{nearest(name, known)}")
+            raise ValueError(f"{name!r} is not a setting of groupax train{nearest(name, known)}")
         if name in UNSEEN:
             raise ValueError(f"{name} has no effect on a replay")
         if name in OF_SCHEDULE:

@@ -303,7 +303,7 @@ def read_image(folder: Path, name: str) -> bytes:
 
     Raises:
         NotFoundError: There is no such image.
-        ValueError: The file is no image of a size that is shown.
+        ValueError: The file is not an image of a size that is shown.
     """
     if not IMAGE_NAME.fullmatch(name):
         raise NotFoundError(f"{name[:100]!r} is not the name of an image: images/, 64 hexadecimal digits, .png")
