@@ -171,7 +171,7 @@ class GRPOTrainer(Trainer):
         own_sampling = as_rollout_function(rollout_func)
         self.rewards = rewards_for(args, reward_funcs, reward_processing_classes, examples, environments, own_sampling)
         self._check_columns(examples, held_out)
-        self.reward_runner = RewardRunner(self.rewards, args)
+        self.reward_runner = self.make_reward_runner()
         self.reward_weights = resolve_weights(args.reward_weights, self.rewards)
         self.correctness_reward = find_correctness_reward(args.correctness_reward, self.rewards)
         self._shared_records = Path(args.output_dir).expanduser().absolute() / RECORDS
@@ -243,7 +243,7 @@ class GRPOTrainer(Trainer):
         return (self.experience or self.collect()).next_rows()
 
     def collect(self, num_wanted: int = 1) -> Experience:
-        """Collects a rollout, of which the next step takes `num_wanted` minibatches; only within a run."""
+        """Samples, scores and weighs a rollout, of which the next step takes `num_wanted` minibatches; only within a run."""
         if self.pipeline is not None:
             self.emit(PhaseStarted("waiting for the rollout"))
         with self.run.stop.cancellable(), self._shapes_kept():
@@ -271,7 +271,7 @@ class GRPOTrainer(Trainer):
         return update
 
     def count_as_used(self, update: Update) -> dict[int, TokenScores]:
-        """Counts the rows of an update as used, drops a rollout that is used up, and returns its scores by index."""
+        """Counts the rows of an update as used, drops a rollout that is used up, and returns its token scores by completion."""
         assert self.experience is not None, "there is a rollout"
         of_rows = zip(self.experience.next_indices(), map(TokenScores, update.logps, update.entropies), strict=True)
         scores = {index: each for index, each in of_rows if index is not None}
@@ -279,7 +279,11 @@ class GRPOTrainer(Trainer):
         return scores
 
     def log(self, rows: Sequence[Row], update: Update, scores: Mapping[int, TokenScores]) -> None:
-        """Logs an optimizer step, and records the digests by which a replay of it is compared."""
+        """Logs an optimizer step, and records the digests by which a replay of it is compared.
+
+        Raises:
+            RewardError: No completion has had a reward for several rollouts.
+        """
         step, log = self.cursor.step, self.run.log
         staleness = step - 1 - sum(row.policy_version for row in rows) / len(rows)
         log.step(step, update.metrics | {"rollout/staleness": staleness}, scores, update.distributions)
@@ -381,6 +385,10 @@ class GRPOTrainer(Trainer):
     def make_schedule(self) -> UpdateSchedule:
         """Returns how rollouts become optimizer steps."""
         return update_schedule(self.args)
+
+    def make_reward_runner(self) -> RewardRunner:
+        """Returns the runner of the rewards."""
+        return RewardRunner(self.rewards, self.args)
 
     def make_collector(self) -> Collector:
         """Returns the collector of rollouts, from the other parts."""

@@ -61,6 +61,8 @@ class Quantize(Convert):
     """Quantize the matrices of a model's layers to bitsandbytes' nf4, which groupax and transformers load. An adapter
     is merged."""
 
+    model: Positional[str]
+    """Folder or Hugging Face Hub id; an adapter is merged."""
     dtype: Dtype = "bfloat16"
     """Dtype of the other weights."""
 

@@ -246,9 +246,9 @@ class Row:
         mask: Completion tokens that count in the loss: sampled ones, unless the whole row is left out.
         advantages: Advantage of each completion token; those of other tokens have no effect.
         rollout_logp: The engine's log-prob of each completion token under the policy that sampled it.
-        old_logp: Log-prob of each completion token as in `objective.LossInputs`; None while the policy is the one that
+        old_logp: Log-prob of each completion token as in `losses.LossInputs`; None while that policy is the one that
             sampled it.
-        ref_logp, sampler_logp, policy_mask: Further values per token as in `objective.LossInputs`; None in all rows of
+        ref_logp, sampler_logp, policy_mask: Further values per token as in `losses.LossInputs`; None in all rows of
             a step or in none.
         policy_version: Number of optimizer steps that the sampling policy had seen.
         experts: Experts that the sampler chose for the input of each completion token in each layer with experts, layer

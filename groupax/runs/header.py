@@ -130,9 +130,16 @@ def begun_process(mesh: Mesh, saved: Saved | None) -> Mapping[str, Any]:
 
 
 TIMEOUT_S = 3.0  # of git
-_SETTINGS = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "diff.ignoreSubmodules=all")
-_DESCRIBE = ("describe", "--always", "--dirty", "--abbrev=64", "--exclude=*")
-_COMMIT = re.compile(r"([0-9a-f]{40}|[0-9a-f]{64})(-dirty)?")
+_SETTINGS = ("core.fsmonitor=false", "core.hooksPath=/dev/null")
+_STATUS = (
+    "status",
+    "--porcelain=v2",
+    "--branch",
+    "--no-ahead-behind",
+    "--untracked-files=no",
+    "--ignore-submodules=all",
+)
+_COMMIT = re.compile(r"^# branch\.oid ([0-9a-f]{40}|[0-9a-f]{64})$", re.MULTILINE)
 
 
 def program_folder() -> Path:
@@ -153,7 +160,7 @@ def commit_of(folder: Path) -> str | None:
     own |= {"GIT_TERMINAL_PROMPT": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"}
     try:
         described = subprocess.run(
-            ["git", "--no-pager", *(part for each in _SETTINGS for part in ("-c", each)), *_DESCRIBE],
+            ["git", "--no-pager", *(part for each in _SETTINGS for part in ("-c", each)), *_STATUS],
             cwd=folder,
             env=own,
             timeout=TIMEOUT_S,
@@ -165,5 +172,6 @@ def commit_of(folder: Path) -> str | None:
         )
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    commit = described.stdout.strip()
-    return commit if _COMMIT.fullmatch(commit) else None
+    found = _COMMIT.search(described.stdout)
+    is_dirty = any(not line.startswith("#") for line in described.stdout.splitlines())
+    return f"{found[1]}{'-dirty' * is_dirty}" if found else None

@@ -278,7 +278,8 @@ class Learner:
         accumulator = zero_grads(trained, config=self.config, settings=objective, mesh=self.mesh)
         dropout_key = None  # all micro-batches share it
         if dropout_rate:
-            dropout_key = jax.random.fold_in(jax.random.key(self.settings.seed), self.num_updates)
+            with self.device_lock:
+                dropout_key = jax.random.fold_in(jax.random.key(self.settings.seed), self.num_updates)
         scored = []
         settings = StepSettings(self.config, objective, self.mesh, self.execution, dropout_rate)
         for part in packed:

@@ -320,6 +320,7 @@ def _pack_shards(
 ) -> Packed:
     """Packs the rows of a micro-batch; `present` are the optional fields that some row has."""
     has_images = any(rows[index].images for groups in planned.shards for group in groups for index in group.rows)
+    assert vision is not None or not has_images, "the model sees images"
     own_vision = vision if has_images else None
     shards = [_pack_shard(rows, present, groups, planned.shape, own_vision) for groups in planned.shards]
     batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(batch for batch, _, _ in shards))

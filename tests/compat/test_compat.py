@@ -21,6 +21,7 @@ from groupax.compat.fields import CompatWarning
 from groupax.compat.hf.model import DEFAULT_NEW_TOKENS, GENERATION
 from groupax.models.lora import as_lora_config
 from groupax.models.weights.checkpoint import reshard
+from groupax.models.weights.quantize import is_quantized
 from groupax.parallel.mesh import make_mesh
 from groupax.rollouts.collector import sampling_params
 from groupax.runs.build import eval_params
@@ -481,7 +482,7 @@ def test_a_trl_trainer_adapts_a_quantized_base_and_evaluates(folder, tmp_path):
     trainer = trl.GRPOTrainer(
         str(folder), count_a, config, PROMPTS, PROMPTS[:2], quantization_config=four_bits, peft_config=lora
     )
-    assert trainer.native.args.base_weights == "nf4"
+    assert is_quantized(trainer.native.model.params)
     assert trainer.native.model.adapter.config == as_lora_config(lora)
     trainer.train()
     assert "eval_reward" in trainer.evaluate()

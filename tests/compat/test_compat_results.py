@@ -155,3 +155,20 @@ def test_streams_are_read_in_trls_order():
         theirs.set_epoch(epoch)
         read += [row["prompt"] for row in theirs][::8]
     assert ours == read[:18]
+
+
+@pytest.mark.heavy
+def test_settings_of_the_start_and_the_end_of_train_take_part(folder, tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(BaseTrainer, "evaluate", lambda self: done.append("evaluated"))
+    push = "groupax.compat.trl.base.push_folder"
+    monkeypatch.setattr(push, lambda _, repo_id, private: done.append((repo_id, private)))
+    settings = {"eval_on_start": True, "push_to_hub": True, "hub_model_id": "me/model", "hub_private_repo": True}
+    settings |= {"max_steps": 1, "per_device_eval_batch_size": 16}
+    trainer = a_trainer(folder, tmp_path, eval_dataset=PROMPTS[:2], **settings)
+    assert trainer.native.eval_batch_size % 16 == 0
+    trainer.train()
+    assert done == ["evaluated", ("me/model", True)]
+    trainer.args.resume_from_checkpoint = "there/checkpoint-5"
+    assert trainer._resume(None)
+    assert trainer.native.args.resume == "there/checkpoint-5"

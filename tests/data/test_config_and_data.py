@@ -100,6 +100,7 @@ def test_trls_names_point_to_ours():
             "decoding_tp 2 and max_staleness 1 cannot be combined",
         ),
         ({"routing_replay": True, "rollout_servers": ("http://a:1",)}, "rollout_servers send no experts"),
+        ({"num_generations": 10**30}, "num_generations must be between 2 and 65,536, got a whole number of 100 bits"),
         ({"regex": "a"}, "with regex completions are sampled from another distribution"),
         ({"offload_reference": True}, "offload_reference needs a reference, and beta is 0; set beta above 0"),
         ({"attn_implementation": "flash"}, "attn_implementation must be one of auto, plain, fused, got 'flash'"),

@@ -198,6 +198,8 @@ def test_the_workers_of_a_run_limit_the_calls_of_all_its_episodes():
         """Waits a little."""
         running.append(1)
         most.append(len(running))
+        while len(most) < 3:  # until all workers are busy
+            await asyncio.sleep(0.001)
         await asyncio.sleep(0.02)
         return str(running.pop())
 

@@ -265,7 +265,7 @@ def test_items_survive_their_file(tmp_path):
     ("change", "message"),
     [
         ('{"prompt": 1}', "an item has columns, completions, "),
-        ("[" * 100_000, "recursion"),
+        pytest.param("[" * 100_000, "recursion", id="deep"),
         ({"columns": []}, "columns must be a mapping of names to values"),
         ({"completions": []}, "it has no completions"),
         ({"completions": ["x"]}, "must be a mapping"),

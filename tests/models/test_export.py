@@ -136,6 +136,8 @@ def hub(monkeypatch):
     )
     monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda _, **kwargs: hub.upload_folder(**kwargs))
     monkeypatch.setenv("HF_TOKEN", "right")
+    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", "/nonexistent/token")
     return hub
 
 
@@ -150,7 +152,9 @@ def test_push_uploads_every_file_privately(folders, hub, capsys):
     assert "adapter is at http://hub/me/adapter" in capsys.readouterr().out
     assert hub.private == {"me/adapter": True}
     assert hub.repos["me/adapter"] == uploaded(folder / "adapter")
+    (left := folder / "base" / ".config.json.partial").write_text("half")
     assert main(["push", str(folder / "base"), "me/base", "--public"]) == 0
+    left.unlink()
     assert not hub.private["me/base"]
     assert hub.repos["me/base"] == uploaded(folder / "base")
 
@@ -166,16 +170,22 @@ def test_push_uploads_every_file_privately(folders, hub, capsys):
             "me/model",
             "right",
             500,
-            "interrupted (the hub is on fire). Nothing is lost: the folder is unchanged, and the",
+            "interrupted (the hub is on fire). Nothing is lost: the folder is unchanged, and the same command resumes",
         ),
     ],
 )
 def test_a_failed_upload_says_what_to_do(folders, hub, monkeypatch, capsys, name, token, status, message):
     monkeypatch.setenv("HF_TOKEN", token)
-    hub.status = status
-    assert main(["push", str(folders[0] / "adapter"), name]) == (1 if status == 500 else 2)
-    assert message in capsys.readouterr().err
+    hub.status, folder = status, folders[0] / "adapter"
+    before = uploaded(folder)
+    assert main(["push", str(folder), name]) == (1 if status == 500 else 2)
+    assert message in (err := capsys.readouterr().err)
+    assert "Traceback" not in err
     assert not hub.repos
+    if status == 500:
+        hub.status = None
+        assert main(["push", str(folder), name]) == 0
+        assert hub.repos[name] == uploaded(folder) == before
 
 
 def test_the_trainer_pushes_its_model(tmp_path, hub):

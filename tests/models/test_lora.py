@@ -50,7 +50,7 @@ def leaves(tree):
     [
         ({"r": 0}, "r=0; it must be a whole number from 1"),
         ({"lora_alpha": 0}, "lora_alpha=0; it must be a finite number above 0"),
-        ({"lora_dropout": 1.0}, "at least 0 and below 1"),
+        ({"lora_dropout": 1.0}, "lora_dropout=1.0; it must be .*at least 0 and below 1"),
         ({"target_modules": ()}, "target_modules is empty"),
         ({"target_modules": [3]}, "must be names, or an expression"),
         ({"bias": "some"}, "bias='some'; it must be one of none, all, lora_only"),

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from groupax import init_model, load_model, save_model
+from groupax import GRPOConfig, init_model, load_model, save_model
 from groupax.cli.main import main
 from groupax.core.errors import DivergedError, PreemptedError, RewardError, RunError
 from groupax.core.storage.buckets import RemoteFolder
@@ -22,6 +22,7 @@ from groupax.parallel.collectives import weights_digest
 from groupax.parallel.mesh import AXES
 from groupax.runs.checkpoints import writer
 from groupax.runs.checkpoints.choose import readable_checkpoints
+from groupax.runs.checkpoints.fingerprint import differences
 from groupax.runs.checkpoints.store import LocalStore, RemoteStore, damage, seal
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
@@ -222,6 +223,12 @@ def test_if_no_checkpoint_can_be_read_the_run_is_refused_and_nothing_is_touched(
 
 
 # -- which run
+
+
+def test_stop_texts_distinguish_runs_and_those_of_evaluations_do_not():
+    settings = {"stop": "a"}, {"stop": "b", "eval_stop": "c"}
+    first, other = ({"settings": GRPOConfig(**each).to_dict()} for each in settings)
+    assert differences(first, other).keys() == {"stop"}
 
 
 @pytest.mark.heavy

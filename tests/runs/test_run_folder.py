@@ -200,8 +200,13 @@ def test_stopping_while_a_run_is_prepared_is_told_in_one_line(capsys):
 def test_flags_with_other_libraries_names_say_what_to_write(tmp_path, capsys):
     for name in ("config.json", "command.json"):
         (tmp_path / name).write_text("{}")
-    for command in (["train"], ["resume", str(tmp_path)]):
-        assert main([*command, "--per_device_train_batch_size", "4"]) == 2
-        said = capsys.readouterr().err
-        assert "that is TRL's or transformers' name: here it is prompts_per_step" in said
-        assert said.count("\n") == 1
+    for flags, message in (
+        (["--per_device_train_batch_size", "4"], "that is TRL's or transformers' name: here it is prompts_per_step"),
+        (["--bf16"], "here it is dtype='bfloat16'"),
+        (["--temperature", "nan"], "temperature must be between 1e-06 and 1000, got nan"),
+    ):
+        for command in (["train"], ["resume", str(tmp_path)]):
+            assert main([*command, *flags]) == 2
+            said = capsys.readouterr().err
+            assert message in said
+            assert said.count("\n") == 1

@@ -292,7 +292,7 @@ def test_metrics_are_read_while_they_are_written(tmp_path):
 
 
 def test_a_run_that_has_ended_says_why(tmp_path):
-    run, path = Run(tmp_path), tmp_path / "run"
+    path = tmp_path / "run"
     folder = RunFolder(path)
     run = Run(path)
 

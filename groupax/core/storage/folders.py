@@ -176,6 +176,7 @@ def replacing_file(path: Path) -> Iterator[Path]:
     """Yields a hidden file to write, which takes the place of another when the block ends, and none if it fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)  # of a killed process, or a link that leads elsewhere
     try:
         yield partial
         partial.replace(path)
