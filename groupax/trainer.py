@@ -243,7 +243,7 @@ class GRPOTrainer(Trainer):
         return (self.experience or self.collect()).next_rows()
 
     def collect(self, num_wanted: int = 1) -> Experience:
-        """Samples, scores and weighs a rollout, of which the next step takes `num_wanted` minibatches; only within a run."""
+        """Samples and scores a rollout, of which the next step takes `num_wanted` minibatches; only within a run."""
         if self.pipeline is not None:
             self.emit(PhaseStarted("waiting for the rollout"))
         with self.run.stop.cancellable(), self._shapes_kept():
@@ -271,7 +271,7 @@ class GRPOTrainer(Trainer):
         return update
 
     def count_as_used(self, update: Update) -> dict[int, TokenScores]:
-        """Counts the rows of an update as used, drops a rollout that is used up, and returns its token scores by completion."""
+        """Counts an update's rows as used, drops a rollout that is used up, and returns token scores by completion."""
         assert self.experience is not None, "there is a rollout"
         of_rows = zip(self.experience.next_indices(), map(TokenScores, update.logps, update.entropies), strict=True)
         scores = {index: each for index, each in of_rows if index is not None}

@@ -29,6 +29,7 @@ class State:
     epoch: float = 0.0
     num_train_epochs: int = 0
     logging_steps: int = 0
+    train_batch_size: int = 0
     log_history: list[dict[str, float]] = field(default_factory=list)
     best_metric: float | None = None
     best_global_step: int | None = None

@@ -167,7 +167,10 @@ def find_config(name_or_path: str, is_base: bool = False) -> tuple[dict[str, Any
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return _read_checked(path), None
-    folder = local_folder(name_or_path)
+    try:
+        folder = local_folder(name_or_path)
+    except ValueError as error:
+        raise ValueError(f"{error}{', nor a config.json' * (path.suffix == '.json')}") from error
     if folder is None:
         file = _downloaded(name_or_path)
     else:

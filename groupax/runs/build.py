@@ -150,7 +150,8 @@ def _check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
     if args.base_weights != "same" and (model.adapter is None or not was_loaded):
         raise ValueError(
             f"base_weights {args.base_weights!r} quantizes the base of an adapter while it is loaded: give the "
-            "model as a folder or hub id, and set lora_r, e.g. to 16"
+            "model as a folder or hub id, and set lora_r, e.g. to 16, or pass peft_config; quantized weights "
+            "themselves are not trained"
         )
     if not isinstance(args, GRPOConfig) or model.adapter is None:
         return

@@ -21,6 +21,7 @@ from groupax.core.storage.buckets import RemoteFolder
 from groupax.core.storage.folders import read_file, replacing_file
 
 METRICS, LOCK = "metrics.jsonl", ".lock"
+LOCK_S = 0.2  # to wait for it, since `groupax view` may just look whether it is held
 # Errors of file systems without locks, such as some network ones.
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -39,7 +40,7 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / LOCK
-        self._lock = FileLock(self.path, timeout=0, thread_local=False, fallback_to_soft=False)
+        self._lock = FileLock(self.path, timeout=LOCK_S, thread_local=False, fallback_to_soft=False)
         try:
             self._lock.acquire()
         except Timeout:
@@ -76,7 +77,7 @@ def check_unlocked(folder: Path) -> None:
     if not (folder / LOCK).is_file():  # without the file nobody holds the lock
         return
     try:
-        FileLock(folder / LOCK, timeout=0, thread_local=False, fallback_to_soft=False).acquire().lock.release()
+        FileLock(folder / LOCK, timeout=LOCK_S, thread_local=False, fallback_to_soft=False).acquire().lock.release()
     except Timeout:
         raise _refusal(folder / LOCK) from None
     except OSError:  # a file system without locks, or one that is read-only

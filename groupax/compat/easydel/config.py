@@ -81,7 +81,12 @@ _INERT = {
     },
 )
 class GRPOConfig(Arguments):
-    """EasyDeL's config. A setting without effect in groupax is accepted with a warning that gives the reason."""
+    """EasyDeL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
+
+    Raises:
+        TypeError: A setting is unknown.
+        ValueError: A setting cannot be honoured.
+    """
 
     model_name: str = "GRPOTrainer"
     save_directory: Any = "EasyDeL-Checkpoints"

@@ -258,7 +258,12 @@ class OnlineConfig(TrainingArguments):
     former={"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"},
 )
 class GRPOConfig(OnlineConfig):
-    """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason."""
+    """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
+
+    Raises:
+        TypeError: A field is unknown.
+        ValueError: A field cannot be honoured.
+    """
 
     delta: float | None = None
     sapo_temperature_neg: float = 1.05
@@ -348,7 +353,12 @@ class GRPOConfig(OnlineConfig):
 
 @arguments("TRL")
 class RLOOConfig(OnlineConfig):
-    """TRL's config of REINFORCE with a leave-one-out baseline."""
+    """TRL's config of REINFORCE with a leave-one-out baseline.
+
+    Raises:
+        TypeError: A field is unknown.
+        ValueError: A field cannot be honoured.
+    """
 
     num_generations: int = 2
     beta: float = 0.05

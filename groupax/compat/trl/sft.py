@@ -45,7 +45,12 @@ _REFUSED = {
 
 @arguments("TRL", inert=_INERT, refused=_REFUSED)
 class SFTConfig(TrainingArguments):
-    """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason."""
+    """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
+
+    Raises:
+        TypeError: A field is unknown.
+        ValueError: A field cannot be honoured.
+    """
 
     learning_rate: float = 2e-5
     data_seed: int | None = None

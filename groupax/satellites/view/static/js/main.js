@@ -105,11 +105,11 @@ async function poll() {
     if (!document.hidden || !Object.keys(app.runs).length) {
       const runs = await ask("runs");
       const all = Object.keys({ ...app.runs, ...runs }); // including added and removed runs
-      const changed = all.filter((name) => String(runs[name]?.version) !== String(app.runs[name]?.version));
-      const isTold = JSON.stringify(Object.values(runs).map((run) => run.ending + run.status)) !== JSON.stringify(Object.values(app.runs).map((run) => run.ending + run.status));
+      const sign = (run) => run && JSON.stringify([run.version, run.status, run.ending]);
+      const changed = all.filter((name) => sign(runs[name]) !== sign(app.runs[name]));
       takeRuns(runs);
       if (Object.values(runs).some((run) => ["waiting", "live", "quiet"].includes(run.status))) wait = QUICK_MS;
-      if (changed.length || isTold) {
+      if (changed.length) {
         sidebar.draw();
         drawTabs(known(place().view));
       }
