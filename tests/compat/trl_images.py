@@ -110,6 +110,7 @@ COMPLETIONS = [
     "x<|im_end|>",
     "yes",
 ]
+REWARDS = [1.0, 0.25, 0.5, 0.0, 0.0, 2.0, 0.5, 0.25]
 SETTINGS = {
     "per_device_train_batch_size": len(COMPLETIONS),
     "num_generations": NUM_GENERATIONS,

@@ -107,7 +107,7 @@ LINES = {
     "__init__": 90,
     "__main__": 10,
     "cli": 2420,
-    "compat": 4690,
+    "compat": 4710,
     "core": 3490,
     "data": 3410,
     "engine": 4670,
@@ -120,15 +120,15 @@ LINES = {
     "recipes": 940,
     "rewards": 4260,
     "rollouts": 1160,
-    "runs": 6300,
+    "runs": 6310,
     "satellites": 8600,
     "serve": 4890,
     "sft": 340,
     "tools": 1280,
-    "trainer": 510,
+    "trainer": 520,
     "training": 2330,
 }
-TEST_LINES = 32850
+TEST_LINES = 32900
 FILES = 332
 MODULES = 190  # that groupax.trainer imports, also inside of functions
 
