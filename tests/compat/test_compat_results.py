@@ -161,8 +161,12 @@ def test_streams_are_read_in_trls_order():
 def test_settings_of_the_start_and_the_end_of_train_take_part(folder, tmp_path, monkeypatch):
     done = []
     monkeypatch.setattr(BaseTrainer, "evaluate", lambda self: done.append("evaluated"))
-    push = "groupax.compat.trl.base.push_folder"
-    monkeypatch.setattr(push, lambda _, repo_id, private: done.append((repo_id, private)))
+
+    def push(_, repo_id, private):
+        done.append((repo_id, private))
+        return ""
+
+    monkeypatch.setattr("groupax.compat.trl.base.push_folder", push)
     settings = {"eval_on_start": True, "push_to_hub": True, "hub_model_id": "me/model", "hub_private_repo": True}
     settings |= {"max_steps": 1, "per_device_eval_batch_size": 16}
     trainer = a_trainer(folder, tmp_path, eval_dataset=PROMPTS[:2], **settings)

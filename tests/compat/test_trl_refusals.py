@@ -69,7 +69,7 @@ def test_every_field_takes_part_warns_or_is_refused(folder, tmp_path, kind):
 @pytest.mark.filterwarnings("default")
 def test_trainers_have_the_arguments_of_trl():
     theirs = pytest.importorskip("trl")
-    for name in ("GRPOTrainer", "RLOOTrainer", "SFTTrainer"):
+    for name in ("GRPOTrainer", "SFTTrainer"):
         pairs = [
             [
                 (each.name, each.default)
