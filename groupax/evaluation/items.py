@@ -352,18 +352,23 @@ def _item(record: Any) -> Item:
     """
     if not isinstance(record, dict) or set(record) != CHECKED[Item].keys():
         raise ValueError(f"an item has {', '.join(sorted(CHECKED[Item]))}")
-    completions = [Completion(**each) for each in record["completions"]]
-    item = Item(**{**record, "completions": completions})
-    for each in (item, *completions):
-        for name, kind in CHECKED[type(each)].items():
-            if name not in UNCHECKED:
-                check_type(name, getattr(each, name), kind)
-    if not completions or any(each.rewards.keys() != completions[0].rewards.keys() for each in completions):
+    completions = record["completions"]
+    if not isinstance(completions, list) or not all(isinstance(each, dict) for each in completions):
+        raise ValueError("each of its completions must be a mapping")
+    for kind, own in ((Item, record), *((Completion, each) for each in completions)):
+        for name, hint in CHECKED[kind].items():
+            if name in own and name not in UNCHECKED:
+                check_type(name, own[name], hint)
+    rewards = [each.get("rewards", {}) for each in completions]
+    if not rewards or any(each.keys() != rewards[0].keys() for each in rewards):
         raise ValueError("it has no completions with the same rewards")
-    for value in (value for each in completions for value in (*each.rewards.values(), each.reward)):
+    for value in (
+        *(value for each in rewards for value in each.values()),
+        *(each.get("reward") for each in completions),
+    ):
         if value is not None and not math.isfinite(value):
             raise ValueError(f"its reward {value} is not finite")
-    return item
+    return Item(**{**record, "completions": [Completion(**each) for each in completions]})
 
 
 def _by_name(values: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

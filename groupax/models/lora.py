@@ -82,15 +82,8 @@ class LoRAConfig:
     modules_to_save: str | Collection[str] = ()
 
     def __post_init__(self) -> None:
-        for name in ("target_modules", "modules_to_save"):
-            value = getattr(self, name)
-            if isinstance(value, Collection) and not isinstance(value, (str, Mapping)):
-                object.__setattr__(self, name, tuple(sorted(value) if isinstance(value, (set, frozenset)) else value))
-        if self.target_modules == (ALL_LINEAR,):
-            object.__setattr__(self, "target_modules", ALL_LINEAR)
-        validate(vars(self), _KINDS, "the adapter")
-        if not self.target_modules:
-            raise ValueError(f"target_modules is empty; name modules like 'q_proj', or set {ALL_LINEAR!r}")
+        for name, value in _checked(vars(self)).items():
+            object.__setattr__(self, name, value)
 
     @property
     def scale(self) -> float:
@@ -131,7 +124,22 @@ def as_lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
             + ", ".join(f"{key}={short_repr(others[key])}" for key in unsupported[:4])
         )
     given = {key: settings[key] for key in own if settings.get(key) is not None}
-    return LoRAConfig(**{"target_modules": PEFT_DEFAULT, **given})
+    return LoRAConfig(**_checked({"target_modules": PEFT_DEFAULT, **given}))
+
+
+def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings of an adapter with tuples of names, or raises a ValueError for one that is not of its kind."""
+    checked = dict(settings)
+    for name in {"target_modules", "modules_to_save"} & checked.keys():
+        value = checked[name]
+        if isinstance(value, Collection) and not isinstance(value, (str, Mapping)):
+            checked[name] = tuple(sorted(value) if isinstance(value, (set, frozenset)) else value)
+    if checked["target_modules"] == (ALL_LINEAR,):
+        checked["target_modules"] = ALL_LINEAR
+    validate(checked, _KINDS, "the adapter")
+    if not checked["target_modules"]:
+        raise ValueError(f"target_modules is empty; name modules like 'q_proj', or set {ALL_LINEAR!r}")
+    return checked
 
 
 def _is_set(value: Any) -> bool:
