@@ -154,10 +154,9 @@ def reference(settings, rows, model):
             tokens = jnp.asarray(np.concatenate([row.prompt, row.completion]))
             sampled = len(row.prompt) - 1 + np.flatnonzero(row.mask), row.completion[row.mask]
             logp = row_logps(model.config, params, tokens)[sampled][None]
-            A, rollout, old, ref = (
-                x[None, row.mask] for x in (row.advantages, row.rollout_logp, row.old_logp, row.ref_logp)
-            )
-            inputs = LossInputs(A, np.ones(logp.shape, bool), rollout, old, ref)
+            values = row.advantages, row.rollout_logp, row.old_logp, row.ref_logp
+            A, *others = (jnp.asarray(each[None, row.mask]) for each in values)
+            inputs = LossInputs(A, jnp.ones(logp.shape, bool), *others)
             total += policy_objective(logp, jnp.zeros_like(logp), inputs, counts, settings)[0]
         return total
 
