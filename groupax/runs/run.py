@@ -156,8 +156,9 @@ class Run:
                     self.hooks.end(self)
                     self.emit(RunEnded(trainer.cursor.step))
             except (Exception, KeyboardInterrupt, PreemptedError) as error:
-                is_stop = isinstance(error, PreemptedError)
-                self.folder.write_end(str(error) if is_stop else f"failed: {type(error).__name__}: {error}")
+                is_stop, lines = isinstance(error, PreemptedError), str(error).strip().splitlines() or [""]
+                text = " ".join(lines if len(lines) == 1 else (lines[0], lines[-1]))  # a traceback is between them
+                self.folder.write_end(text if is_stop else f"failed: {type(error).__name__}: {text}")
                 raise
             finally:
                 self.log.close()

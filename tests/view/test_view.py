@@ -316,7 +316,7 @@ def test_a_run_that_has_ended_says_why(tmp_path):
     (path / ".lock").write_text(lock.format(gone.pid))
     status, ending = told()
     assert status == "dead"
-    assert "its process is gone, without a word of why; no sign of life since " in ending
+    assert "its process has ended without a message; no sign of life since " in ending
     with (path / ".lock").open() as held:  # by a process of a container, for one
         fcntl.flock(held, fcntl.LOCK_EX)
         assert told() == ("live", "")

@@ -12,6 +12,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +313,8 @@ class Run:
             written_s = math.inf
         if age_s is not None and written_s <= age_s:
             return "done", ""
-        since = "" if age_s is None else f"no sign of life since {time.ctime(time.time() - age_s)}"
+        last = datetime.now() - timedelta(seconds=age_s or 0)
+        since = "" if age_s is None else f"no sign of life since {last:%d %b %Y, %H:%M}"
         try:
             holder = read_file(self.path / LOCK, MAX_LOCK_BYTES).decode(errors="replace")
         except OSError:
@@ -320,7 +322,7 @@ class Run:
         if not holder and (end := self._end()):
             return "stopped" if end.startswith("stopped") else "failed", end
         if _is_gone(self.path / LOCK, holder):
-            return "dead", f"its process is gone, without a word of why; {since or 'it logged nothing'}"
+            return "dead", f"its process has ended without a message; {since or 'it logged nothing'}"
         if age_s is None or not self._num_lines:
             return "waiting", ""
         return ("live", "") if age_s < patience_s else ("quiet", since)
