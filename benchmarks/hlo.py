@@ -78,12 +78,6 @@ class Instruction:
         return self._attribute(r'custom_call_target="([^"]*)"')
 
     @property
-    def trip_count(self) -> int | None:
-        """Number of iterations of a loop; None if that depends on what it computes."""
-        found = self._attribute(r'"known_trip_count":\{"n":"(\d+)"')
-        return int(found) if found else None
-
-    @property
     def called(self) -> str:
         """Name of a fusion's computation."""
         return self._attribute(r"calls=%?([\w.\-]+)")

@@ -53,7 +53,6 @@ PICTURES: Pictures = {
     "diagnostics": ("overview?run=hacked", WIDE, ("light",), ""),
     "runs": ("runs", WIDE, ("light", "dark"), ""),
     "curves": ("curves", WIDE, ("light", "dark"), ""),
-    "distributions": ("distributions?run=hacked", WIDE, ("light",), ""),
     "timeline": ("time?run=baseline-s0", WIDE, ("light", "dark"), ""),
     "rollouts": ("rollouts?run=baseline-s0&step=20", WIDE, ("light", "dark"), ""),
     "prompt": ("prompts?run=baseline-s0", WIDE, ("light", "dark"), OPEN_GAINED),

@@ -22,7 +22,6 @@ from groupax.data.examples import Examples, describe_source, load_examples
 from groupax.data.prompts import PromptSet
 from groupax.data.tokenizer import eos_token_ids, is_conversational
 from groupax.engine.plan import Demand
-from groupax.engine.sequence import Sampler
 from groupax.episodes.custom import as_rollout_function
 from groupax.episodes.record import FOLDER as RECORDS
 from groupax.evaluation.evaluate import Evaluation, evaluate, find_correctness_reward
@@ -345,7 +344,7 @@ class GRPOTrainer(Trainer):
             evaluation = Evaluation(
                 {
                     name: evaluate(
-                        self.eval_sampler,
+                        self.engine,
                         self.collector.episodes,
                         self.collector.scoring,
                         prompts,
@@ -404,11 +403,6 @@ class GRPOTrainer(Trainer):
             scoring,
             ignore if self.args.max_staleness else self.emit,  # asynchronous rollouts are sampled in other threads
         )
-
-    @property
-    def eval_sampler(self) -> Sampler:
-        """The sampler of evaluations."""
-        return self.engine
 
     def _records(self) -> Path | None:
         """Returns the folder where calls of tools are recorded; a bucket would only have them when it is too late."""

@@ -188,13 +188,6 @@ class ConversingSession(SamplingSession, Protocol):
 
 
 @runtime_checkable
-class BatchSession(SamplingSession, Protocol):
-    """A session whose steps take long, so that everything that can be sampled together must wait for one."""
-
-    takes_whole_batches: bool
-
-
-@runtime_checkable
 class Sampler(Protocol):
     """Samples completions: an `Engine`, or servers that take its place."""
 

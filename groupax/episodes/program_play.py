@@ -113,7 +113,6 @@ class Programs:
         self._playing: set[ProgramRun] = set()
         self._servers: dict[Listening, ProgramServer] = {}
         self._slots: dict[ProgramClass, threading.Semaphore] = {}
-        scheduler.is_blocked = lambda: not all(run.sampling for run in self._playing)
 
     async def run(self, episode: Episode) -> FinishReason:
         """Runs a program to its end, whose reason it returns."""

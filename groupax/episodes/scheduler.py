@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from groupax.engine.prefix_cache import Place
-from groupax.engine.sequence import BatchSession, SamplingSession
+from groupax.engine.sequence import SamplingSession
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.record import LEFT, Question, Record
 from groupax.parallel import processes
@@ -206,16 +206,10 @@ class Calls:
 
 
 class Scheduler:
-    """Samples the turns of all coroutines together, and continues the coroutines whose turns and calls have ended.
-
-    Attributes:
-        is_blocked: Returns whether a coroutine waits for something else than a turn. Until none does, sessions whose
-            steps take long begin none.
-    """
+    """Samples the turns of all coroutines together, and continues the coroutines whose turns and calls have ended."""
 
     def __init__(self, session: SamplingSession, calls: Calls) -> None:
         self._session, self._calls = session, calls
-        self.is_blocked: Callable[[], bool] = lambda: calls.are_under_way
         self._to_submit: list[Completion] = []
         self._sampled: dict[int, Continue] = {}  # by the identity of the sequence
 
@@ -231,8 +225,6 @@ class Scheduler:
         while left or self._calls.are_under_way:
             self._submit()
             self._calls.deliver(waits=not self._session.busy)
-            while isinstance(self._session, BatchSession) and self.is_blocked():
-                self._calls.deliver(waits=True)
             self._submit()
             if self._session.busy:
                 for sequence, _ in self._session.step():

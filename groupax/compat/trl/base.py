@@ -156,9 +156,9 @@ class BaseTrainer:
         check_output_dir(args.output_dir)
         return args
 
-    def _prepare(self, args: Any, settings: Any, callbacks: Sequence[Any] | None) -> Any:
+    def _prepare(self, settings: Any, callbacks: Sequence[Any] | None) -> Any:
         """Sets the state, and returns settings with the layout of folders."""
-        self.args, where = args, settings.output_dir
+        args, where = self.args, settings.output_dir
         if not is_remote(where):  # absolute, since a reward may change the working directory
             where = str(Path(where).expanduser().absolute())
         self._output_dir = where
@@ -400,7 +400,6 @@ class BaseTrainer:
 
 def check_overrides(trainer: Any, base: type) -> None:
     """Checks that every method of TRL's trainer that a subclass overrides takes part in the run.
-
 
     Raises:
         ValueError: An override would never be called; names the class, the method and what to do instead.

@@ -183,7 +183,7 @@ class SFTTrainer(BaseTrainer):
         num_devices = num_accelerators()
         policy = policy_of(model, args, quantization_config, peft_config)
         settings = replace(args.to_native(num_devices), base_weights=policy.weights)
-        settings = self._prepare(args, settings, callbacks)
+        settings = self._prepare(settings, callbacks)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._formatting_func = formatting_func
         if formatting_func is not None and args.completion_only_loss:

@@ -99,7 +99,7 @@ class GRPOTrainer(BaseTrainer):
         examples = load_examples(train_dataset, may_have_images=True)
         self.rollout_func, self.rollout_request = rollout_func, None
         settings = args.to_native(num_devices, len(examples))
-        settings = self._prepare(args, replace(settings, **own), callbacks)
+        settings = self._prepare(replace(settings, **own), callbacks)
         arguments = _template_kwargs(settings.chat_template_kwargs, processing_class, policy.model)
         settings = replace(settings, chat_template_kwargs=arguments)
         if settings.reward_weights is not None:  # those of environments are 1

@@ -145,8 +145,10 @@ def bisection_lines(found: Bisection) -> Iterator[str]:
         yield f"{which} computed as recorded, with the dataset, rewards and settings of today"
     if found.parted is not None:
         yield from comparison(found.parted)
-    not_known = f"the shares of its rows are not known: {found.why_not}"
-    yield from (not_known,) if found.shares is None else found.shares.lines()
+    if found.shares is None:
+        yield f"the shares of its rows are not known: {found.why_not}"
+    else:
+        yield from found.shares.lines()
     if run.command(found.step) is None:
         yield f"look at it: groupax.replay_step({str(run.folder)!r}, {found.step}, ..., why=True), then groupax view"
     else:

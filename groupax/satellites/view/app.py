@@ -327,17 +327,17 @@ class Page:
                 if isinstance(content, Response):
                     return content
                 status, body = 200, json.dumps(plain(content), allow_nan=False, default=str)
-            except Exception as error:  # noqa: BLE001 (the page must show that something failed)
+            except (ValueError, OSError) as error:
+                if isinstance(error.__cause__, ArithmeticError | AttributeError | LookupError | TypeError):
+                    traceback.print_exc()  # of a damaged file, or a fault of ours
                 gone = (NotFoundError, FileNotFoundError)  # a run may go while it is read
                 status = 404 if isinstance(error, gone) or isinstance(error.__cause__, gone) else 400
                 body = json.dumps({"error": str(error)})
-                if not isinstance(error, ValueError | OSError):
-                    traceback.print_exc()
-                    why = f"{type(error).__name__}: {error}; a file of the run may be damaged"
-                    status, body = (
-                        500,
-                        json.dumps({"error": f"groupax view failed ({why}). Its terminal has the traceback"}),
-                    )
+            except Exception as error:  # noqa: BLE001 (the page must show that something failed)
+                traceback.print_exc()
+                fault = f"{type(error).__name__}: {error}; a file of the run may be damaged"
+                status = 500
+                body = json.dumps({"error": f"groupax view failed ({fault}). Its terminal has the traceback"})
             return Response(body, status, NOT_STORED, "application/json")
 
         return answered

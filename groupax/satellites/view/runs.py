@@ -162,6 +162,7 @@ class Run:
             patience_s = max(LIVE_S, 5 * step_time.values[-1]) if step_time else LIVE_S
             severities = {each["name"]: each["severity"] for each in self._diagnostics}
             age_s = self._age_s()
+            status, ending = self._status(age_s, patience_s)
             return {
                 "path": str(self.path),
                 "version": [self._metrics.generation, self._num_lines, len(self._diagnostics), len(steps)],
@@ -172,7 +173,8 @@ class Run:
                 "num_rollout_steps": len(steps),
                 "last_rollout_step": steps[-1] if steps else None,
                 "age_s": age_s,
-                **dict(zip(("status", "ending"), self._status(age_s, patience_s), strict=True)),
+                "status": status,
+                "ending": ending,
                 "num_bad_lines": self._metrics.num_bad_lines + self._diagnostics_tail.num_bad_lines,
                 "fault": self._fault,
             }
