@@ -107,9 +107,9 @@ def serve(argv: Sequence[str]) -> None:
 
     keys = tuple(key for key in (*command.api_key, os.environ.get(env.API_KEY, "")) if key)
     listener = listen(command.host, command.port)  # before the model is loaded, so that a port in use fails at once
+    _allow_open_files(command.max_connections)  # likewise
     models = models_of(command)
     loop = EngineLoop(engines_of(command, models), command.max_queue).start()
-    _allow_open_files(command.max_connections)
     config = _uvicorn_config(command, loop, models, keys)
     if not is_loopback(command.host) and not keys:
         print(
@@ -237,7 +237,7 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def _allow_open_files(num_connections: int) -> None:
-    """Raises this process's limit of open files to one for each connection, if the system allows that."""
+    """Raises this process's limit of open files to one for each connection; refuses more than the system allows."""
     needed = num_connections + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY not in (soft, hard) and hard < needed:

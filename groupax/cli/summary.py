@@ -161,10 +161,11 @@ def estimate_table(title: str, estimates: Mapping[str, Estimate]) -> Any:
     )
 
 
-def text_curve(values: Sequence[float], width: int = 64, height: int = 8) -> str:
+def text_curve(values: Sequence[float]) -> str:
     """Returns the values as a bar chart of characters, with the range on the left."""
     if not values:
         return ""
+    width, height = 64, 8
     columns = np.array([chunk.mean() for chunk in np.array_split(np.asarray(values), min(width, len(values)))])
     low, high = float(columns.min()), float(columns.max())
     eighths = np.rint((columns - low) / ((high - low) or 1.0) * (8 * height - 1)).astype(int) + 1

@@ -220,7 +220,7 @@ def encode_prompts(
     given = enumerate(zip(prompts, arguments, tools, strict=True))
     every = [Conversation(prompt, f"{name} {index}", kwargs, own) for index, (prompt, kwargs, own) in given]
     rendered = [is_conversational(prompt) for prompt in prompts]
-    conversations = [each for each in every if is_conversational(each.messages)]
+    conversations = [each for each, flag in zip(every, rendered, strict=True) if flag]
     rendered_texts = iter(render_all(tokenizer, conversations, may_be_empty=may_be_empty))
     texts = [next(rendered_texts) if flag else _checked_text(each) for each, flag in zip(every, rendered, strict=True)]
     if max_tokens is None:

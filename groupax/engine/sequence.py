@@ -100,8 +100,10 @@ def finish(sequence: Sequence, tokenizer: Any, num_before: int) -> None:
             sequence.cut(kept)
             sequence.finish_reason = "stop"
     if sequence.finish_reason:
-        exempt = exempt_length(text_of, sequence.tokens, min_tokens) if stop else 0
-        sequence.text = text_before_stop(text_of(sequence.tokens), stop, exempt)
+        sequence.text = text_of(sequence.tokens)
+        if stop:
+            exempt = exempt_length(text_of, sequence.tokens, min_tokens)
+            sequence.text = text_before_stop(sequence.text, stop, exempt)
 
 
 def find_stop(decode: Decode, tokens: Many[int], num_checked: int, stop: Many[str], min_tokens: int) -> int | None:

@@ -128,9 +128,8 @@ def container_free_bytes(cgroups: str, root: Path) -> float:
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for folder in (top.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)):
             most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
-            if (
-                most.isdecimal() and used.isdecimal()
-            ):  # "max" is not a limit; a file that a container cannot see is empty
+            # "max" is not a limit, and a file that a container cannot see is empty
+            if most.isdecimal() and used.isdecimal():
                 stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
                 left = min(left, max(0.0, float(int(most) - int(used) + int(stat.get(cache, 0)))))
     return left

@@ -268,12 +268,14 @@ def accept_peers(listener: socket.socket, secret: bytes, num_processes: int) -> 
     deadline_s = time.monotonic() + GATHER_S
 
     def greet(accepted: socket.socket) -> None:
-        with contextlib.suppress(*_REFUSED):
-            connection = _authenticated(accepted, secret, is_server=True)
-            index = connection.recv()
-            _keep_alive(connection)
-            arrived.put((index, connection))
-        greetings.release()
+        try:
+            with contextlib.suppress(*_REFUSED):
+                connection = _authenticated(accepted, secret, is_server=True)
+                index = connection.recv()
+                _keep_alive(connection)
+                arrived.put((index, connection))
+        finally:
+            greetings.release()
 
     with listener:
         listener.settimeout(LOOK_S)

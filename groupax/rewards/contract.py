@@ -36,7 +36,7 @@ class ModelReward(Protocol):
 class Reward:
     """A reward function with its name in the metrics and the arguments that it takes."""
 
-    name: str  # A name that is unique in the run
+    name: str  # a name that is unique in the run
     function: Callable[..., Any]  # the function; for a reward model its `rewards`
     takes: frozenset[str] | None = None  # names of its keyword arguments; None if it takes any
     per_completion: bool = False  # whether it is called with one completion at a time and returns a number

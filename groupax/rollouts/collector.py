@@ -38,10 +38,12 @@ from groupax.parallel import processes
 from groupax.rewards.contract import reward_matrix, turn_reward_matrices
 from groupax.rewards.runner import RewardRunner, Scored
 from groupax.rollouts.completions import (
+    completion_metrics,
+    episode_metrics,
     logged_metrics,
     reward_metrics,
-    rollout_metrics,
     solved_metrics,
+    trl_zero_std_frac,
     with_logged,
 )
 from groupax.rollouts.state import Cursor, Experience, Group, UpdateSchedule, masked_ends, row_of, row_of_branch
@@ -122,10 +124,13 @@ class Collector:
         kept: list[Group] = []
         flat: list[Group] = []  # without signal
         rounds: list[Scored] = []
+        runner = self.scoring.runner
         while len(kept) < wanted and (first := len(kept) + len(flat)) < budget:
             count = min(wanted - len(kept), budget - first)
             sampled = self.sample(sampler, cursor, policy_version, first, count)  # o_1, ..., o_G of each prompt
-            rounds.append(self.score(sampled, cursor, count))  # r, while further groups are sampled
+            runner.state = self.trainer_state(cursor)
+            with closing(sampled):  # r, while further groups are sampled
+                rounds.append(runner.score(counted(sampled, self.emit, "sampling", count, "scoring")))
             for group in rounds[-1].groups:
                 (flat if filters and self.advantages([group]).zero_std[0] else kept).append(group)
         num_filled = wanted - len(kept)
@@ -138,7 +143,7 @@ class Collector:
             "time/rollout_s": sum(scored.rollout_s for scored in rounds),
             "time/reward_s": sum(scored.reward_s for scored in rounds),
         }
-        for name in self.scoring.runner.names:
+        for name in runner.names:
             metrics[f"rewards/{name}/failures"] = float(sum(scored.failures[name] for scored in rounds))
         if filters:
             metrics |= {
@@ -161,11 +166,11 @@ class Collector:
             RunError: The devices have too little memory.
         """
         visited, rules = self.visited(cursor.num_prompts + first, count), self.episodes.rules
-        examples, token_ids, images = self.prompts.examples, self.prompts.token_ids, self.prompts.images
+        own = self.prompts
         prompts = Prompts(
-            [examples[index] for index in visited],
-            [token_ids[index] for index in visited],
-            [images[index] for index in visited] if images is not None else (),
+            [own.examples[index] for index in visited],
+            [own.token_ids[index] for index in visited],
+            own.images_of(visited) if own.images is not None else (),
             first,
         )
         number, record = cursor.num_rollouts, self.record(cursor.num_rollouts) if rules.has_turns else None
@@ -181,13 +186,6 @@ class Collector:
                 f"out of memory while sampling; lower max_concurrent_rows (now {args.max_concurrent_rows}) or "
                 f"kv_cache_gb (now {args.kv_cache_gb}). The devices say:\n{error}"
             ) from error
-
-    def score(self, sampled: Generator[Group, None, None], cursor: Cursor, count: int) -> Scored:
-        """Returns groups with their rewards, which are computed while further groups are sampled."""
-        runner = self.scoring.runner
-        runner.state = self.trainer_state(cursor)
-        with closing(sampled):
-            return runner.score(counted(sampled, self.emit, "sampling", count, "scoring"))
 
     def advantages(self, groups: Many[Group], penalty: np.ndarray | None = None) -> Advantages:
         """Returns the advantages of groups by their rewards, minus a penalty of each completion if there is one."""
@@ -274,7 +272,12 @@ class Collector:
     ) -> Experience:
         """Returns groups as a rollout, without log-probs, with the metrics of completions, rewards and episodes."""
         rows, names, rules = [row for group in groups for row in group], self.scoring.runner.names, self.episodes.rules
-        own = rollout_metrics(rows, self.advantages(groups), names, self.args, has_turns=rules.has_turns)
+        kept = [row for row in rows if not row.is_failure]  # others failed by no fault of the model
+        args, advantages = self.args, self.advantages(groups)
+        own = episode_metrics(rows) if rules.has_turns else {}
+        own |= completion_metrics(kept) | reward_metrics(names, reward_matrix(names, kept), advantages)
+        if args.metric_definitions == "trl":
+            own |= trl_zero_std_frac(advantages, args.scale_rewards, args.multi_objective_aggregation)
         if reward := self.scoring.correctness_reward:
             own |= solved_metrics(np.array([[row.rewards[reward] for row in group] for group in groups], float))
         for adapter in rules.adapters if rules.templates is None else ():  # programs ask several for one answer

@@ -7,27 +7,12 @@ from typing import get_args
 
 import numpy as np
 
-from groupax.core.config import GRPOConfig
 from groupax.core.settings.objective import MultiObjectiveAggregation, ScaleRewards
 from groupax.core.settings.run import MetricDefinitions
 from groupax.core.types import TRUNCATIONS, EpisodeEnd, Metrics, Rollout, Turn
 from groupax.objective.advantages import Advantages
-from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import Scored
 from groupax.rollouts.estimates import pass_at_k, powers_up_to
-
-
-def rollout_metrics(
-    rows: Sequence[Rollout], advantages: Advantages, names: Sequence[str], args: GRPOConfig, *, has_turns: bool
-) -> Metrics:
-    """Returns the metrics of a rollout's completions, of their rewards by these functions, and of their episodes."""
-    metrics = episode_metrics(rows) if has_turns else {}
-    # what failed by no fault of the model counts nowhere else
-    counted = [row for row in rows if not row.is_failure]
-    metrics |= completion_metrics(counted) | reward_metrics(names, reward_matrix(names, counted), advantages)
-    if args.metric_definitions == "trl":
-        metrics |= trl_zero_std_frac(advantages, args.scale_rewards, args.multi_objective_aggregation)
-    return metrics
 
 
 def completion_metrics(rollouts: Sequence[Rollout]) -> Metrics:
@@ -102,15 +87,10 @@ def solved_metrics(rewards: np.ndarray) -> Metrics:
     """Computes pass@k for k = 1, 2, 4, ..., G, and the fractions of groups that are solved always or never."""
     G = rewards.shape[1]
     right = [int(count) for count in (rewards[~np.isnan(rewards).any(axis=1)] == 1.0).sum(axis=1)]
-
-    def mean(values: Sequence[float]) -> float:
-        return float(np.mean(values)) if values else float("nan")
-
-    metrics = {f"pass@{k}": mean([pass_at_k(G, count, k) for count in right]) for k in powers_up_to(G)}
-    return metrics | {
-        "groups/all_right_frac": mean([float(count == G) for count in right]),
-        "groups/all_wrong_frac": mean([float(count == 0) for count in right]),
-    }
+    values = {f"pass@{k}": [pass_at_k(G, count, k) for count in right] for k in powers_up_to(G)}
+    values["groups/all_right_frac"] = [float(count == G) for count in right]
+    values["groups/all_wrong_frac"] = [float(count == 0) for count in right]
+    return {name: float(np.mean(each)) if each else float("nan") for name, each in values.items()}
 
 
 def logged_metrics(rounds: Sequence[Scored]) -> Metrics:

@@ -291,8 +291,9 @@ def _check_images(args: GRPOConfig, rules: Rules, dataset: str) -> None:
         "agents write prompts of text": rules.templates is not None,
         "environments write prompts of text": rules.has_environments,
     }
-    for reason in (reason for reason, is_there in others.items() if is_there):
-        raise ValueError(f"{dataset} has images, and {reason}; train on it without, or leave the images out")
+    for reason, is_there in others.items():
+        if is_there:
+            raise ValueError(f"{dataset} has images, and {reason}; train on it without, or leave the images out")
 
 
 def learner_settings(args: GRPOConfig) -> LearnerSettings:

@@ -26,7 +26,7 @@ class Features:
     images: ImageBatch | None = None  # images of each shard; None if features are known
     # index of each feature among the rows of those that are computed; None if features are known
     rows: Int[Any, "F"] | None = None
-    # A number per tile of the images that does not depend on the packing; None if features are known
+    # a number per tile of the images that does not depend on the packing; None if features are known
     dropout_ids: UInt32[Any, "T"] | None = None
 
 

@@ -14,7 +14,7 @@ eighth, and a shape that was used before is reused where it fits:
 
 import heapq
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -123,8 +123,12 @@ def _candidate_sizes(
     The last lists hold them in any case, each row in a separate micro-batch if necessary.
     """
     per_shard = max(1, -(-load(groups) // num_shards))
-    base = _base_size(groups, per_shard, budget, known)
     known_sizes = {shape.tokens for shape in known}
+    largest_row = round_up(max(group.prompt + group.lengths[-1] for group in groups), MIN_TOKENS)
+    even = round_up(-(-per_shard // max(1, -(-per_shard // budget))), MIN_TOKENS)
+    base = max(known_sizes, default=even)  # the largest known size, unless it is too small for a row or for the step
+    if base < largest_row or per_shard > 4 * base:
+        base = max(even, largest_row)
     seen = set()
     for halvings in HALVINGS:
         unit = max(MIN_TOKENS, base >> halvings)
@@ -133,30 +137,16 @@ def _candidate_sizes(
             num_base, num_units = divmod(-(-per_shard // unit) + spare, units_per_base)
             sizes = [base] * num_base
             sizes += [unit << bit for bit in reversed(range(halvings)) if num_units >> bit & 1]
-            for each in (sizes, _split_unknown(sizes, known_sizes)):
+            # each unknown size as two known halves, or else as four known quarters, if there are any
+            parts = [next((num for num in (1, 2, 4) if size / num in known_sizes), 1) for size in sizes]
+            split = [size // num for size, num in zip(sizes, parts, strict=True) for _ in range(num)]
+            for each in (sizes, split):
                 if tuple(each) not in seen:
                     seen.add(tuple(each))
                     yield each
     separate = sum(group.prompt * len(group.rows) + sum(group.lengths) for group in groups)  # each row with its prompt
     for tokens in dict.fromkeys((per_shard, -(-separate // num_shards))):
         yield [base] * (-(-2 * tokens // base) + 1)
-
-
-def _base_size(groups: Sequence[RowGroup], per_shard: int, budget: int, known: Sequence[Shape]) -> int:
-    """Returns the largest known size, unless it is too small for a row or much too small for the step."""
-    largest_row = round_up(max(group.prompt + group.lengths[-1] for group in groups), MIN_TOKENS)
-    even = round_up(-(-per_shard // max(1, -(-per_shard // budget))), MIN_TOKENS)
-    base = max((shape.tokens for shape in known), default=even)
-    return max(even, largest_row) if base < largest_row or per_shard > 4 * base else base
-
-
-def _split_unknown(sizes: Sequence[int], known: Collection[int]) -> list[int]:
-    """Replaces each unknown size by two known halves, or else by four known quarters, if there are any."""
-    split: list[int] = []
-    for size in sizes:
-        count = next((count for count in (1, 2, 4) if size % count == 0 and size // count in known), 1)
-        split += [size // count] * count
-    return split
 
 
 def round_up(size: int, smallest: int) -> int:

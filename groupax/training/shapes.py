@@ -115,14 +115,13 @@ def cost_of(shape: Shape, attention_cost: AttentionCost) -> float:
 def fits(shape: Shape, groups: Sequence[RowGroup]) -> bool:
     """Returns whether a shard of this shape holds the groups."""
     lengths = [length for group in groups for length in group.lengths]
-    firsts = [0, *(end for _, end in shape.tiles)]
     return (
-        sum(group.prompt for group in groups) + sum(lengths) <= shape.tokens
+        load(groups) <= shape.tokens
         and sum(lengths) <= shape.row_tokens
         and len(groups) <= shape.prompts[0]
         and all(group.prompt <= shape.prompts[1] for group in groups)
-        and all(length <= firsts[-1] for length in lengths)
-        and all(_num_reaching(lengths, first) <= rows for (rows, _), first in zip(shape.tiles, firsts, strict=False))
+        and all(length <= shape.rows[1] for length in lengths)
+        and all(_num_reaching(lengths, first) <= rows for rows, first, _ in tile_ranges(shape.tiles))
     )
 
 

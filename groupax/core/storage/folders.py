@@ -1,4 +1,4 @@
-"""Model folders: how to find them, which of their files are read, and their JSON files; files of strangers."""
+"""Model folders: how to find them, and which of their files are read; files of strangers, JSON, and atomic writes."""
 
 import json
 import os

@@ -36,7 +36,7 @@ def push_folder(folder: str | os.PathLike[str], repo_id: str, private: bool = Tr
             repo_id=url.repo_id,
             folder_path=folder,
             commit_message=f"Upload {folder.name} with groupax",
-            ignore_patterns=[MANIFEST, ".*.partial*"],
+            ignore_patterns=[MANIFEST, ".*.partial*", "*/.*.partial*"],
         )
     except HFValidationError as error:
         raise ValueError(f"{repo_id!r} is not a valid repository name: {error}") from error

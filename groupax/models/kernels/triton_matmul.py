@@ -259,35 +259,28 @@ def nf4_matmul_nt(x: Float[Array, "M I"], weight: Nf4, interpret: bool = False) 
 def _multiply_nf4_tile(*refs: Any, num_rows: int) -> None:
     """Computes one tile of the product."""
     halves, codes, scales, scale_numbers, scale_scales, offset, out = refs
-    outputs, own_outputs, is_output = _block_indices(pl.program_id(0), _NUM_OUTPUTS, out.shape[1])
-    _, own_rows, is_row = _block_indices(pl.program_id(1), num_rows, out.shape[0])
-    num_blocks = scales.shape[1]
+    first_output = pl.program_id(0) * _NUM_OUTPUTS
+    own_outputs, is_output = _indices(first_output, _NUM_OUTPUTS, out.shape[1])
+    own_rows, is_row = _indices(pl.program_id(1) * num_rows, num_rows, out.shape[0])
+    outputs, num_blocks = first_output + jnp.arange(_NUM_OUTPUTS), scales.shape[1]
     at_once = _INPUT_BYTES // (_BYTES * halves.dtype.itemsize)
 
     def add(step: Array, total: Array) -> Array:
-        blocks, own_blocks, is_block = _block_indices(step, at_once, num_blocks)
-        _, own_bytes, is_byte = _block_indices(step, at_once * _BYTES, codes.shape[1])
-        is_scale = is_output[:, None] & is_block[None, :]
-        scale = triton.load(scales.at[own_outputs, own_blocks], mask=is_scale, other=0).astype(jnp.int32)
+        blocks = step * at_once + jnp.arange(at_once)
+        own_blocks, is_block = _indices(step * at_once, at_once, num_blocks)
+        own_bytes, is_byte = _indices(step * at_once * _BYTES, at_once * _BYTES, codes.shape[1])
+        scale = _load(scales.at[own_outputs, own_blocks], is_output, is_block).astype(jnp.int32)
         group = (outputs[:, None] * num_blocks + blocks[None, :]) // SCALE_BLOCK
-        of_scale = triton.load(scale_scales.at[group], mask=is_scale, other=0)
+        of_scale = _load(scale_scales.at[group], is_output, is_block)
         scale = triton.load(scale_numbers.at[scale]) * of_scale + offset[0]
         scale = jnp.broadcast_to(scale[:, :, None], (*scale.shape, _BYTES)).reshape(_NUM_OUTPUTS, -1)
-        is_code = is_output[:, None] & is_byte[None, :]
-        packed = triton.load(codes.at[own_outputs, own_bytes], mask=is_code, other=0).astype(jnp.int32)
-        is_input = is_row[:, None] & is_byte[None, :]
+        packed = _load(codes.at[own_outputs, own_bytes], is_output, is_byte).astype(jnp.int32)
         for half, own_codes in enumerate((packed >> 4, packed & 15)):
             matrix = (code_numbers(own_codes) * scale).astype(halves.dtype)
-            inputs = triton.load(halves.at[jnp.int32(half), own_rows, own_bytes], mask=is_input, other=0)
+            inputs = _load(halves.at[jnp.int32(half), own_rows, own_bytes], is_row, is_byte)
             total += _dot(inputs, matrix.T)
         return total
 
     start = jnp.zeros((num_rows, _NUM_OUTPUTS), jnp.float32)
     total = lax.fori_loop(0, pl.cdiv(num_blocks, at_once), add, start)
-    triton.store(out.at[own_rows, own_outputs], total.astype(out.dtype), mask=is_row[:, None] & is_output[None, :])
-
-
-def _block_indices(block: Any, size: int, end: int) -> tuple[Array, Any, Bool[Array, "size"]]:
-    """Returns a block's indices along a dim, the slice of them, and which of them are before the end."""
-    indices = block * size + jnp.arange(size)
-    return indices, pl.ds(block * size, size), indices < end
+    _store(out.at[own_rows, own_outputs], total, is_row, is_output)

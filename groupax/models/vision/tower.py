@@ -187,7 +187,7 @@ def encode_images(config: VisionConfig, params: dict[str, Any], batch: ImageBatc
     shapes of a batch may differ in their last bits.
 
     Args:
-        batch: Images (`batch.batch_images`, which also says which features are whose).
+        batch: Images (of `batch_images`, which also says which features are whose).
     """
     (B, N, _), dtype = batch.patches.shape, params["patch"].dtype
     x = dense_linear(jnp.asarray(batch.patches).astype(dtype), params["patch"].reshape(config.tower.hidden_size, -1))

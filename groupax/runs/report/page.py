@@ -115,11 +115,11 @@ def sparklines(curves: Sequence[Curve]) -> Rows:
     return rows
 
 
-def thinned(values: Sequence[Any], most: int = NUM_SPARKS) -> list[Any]:
-    """Returns at most this many of the values, evenly spread, with the first and the last one."""
-    if len(values) <= most:
+def thinned(values: Sequence[Any]) -> list[Any]:
+    """Returns at most `NUM_SPARKS` of the values, evenly spread, with the first and the last one."""
+    if len(values) <= NUM_SPARKS:
         return list(values)
-    return [values[round(index * (len(values) - 1) / (most - 1))] for index in range(most)]
+    return [values[round(index * (len(values) - 1) / (NUM_SPARKS - 1))] for index in range(NUM_SPARKS)]
 
 
 def _inline(text: str) -> str:
