@@ -5,7 +5,7 @@ import { debounced, el, fill, plural, shown, visible } from "./dom.js";
 import { app, chooseRuns, runColour, shortName, shownRuns, stored, toggleRun } from "./state.js";
 
 const NUM_FILTERED = 6; // runs from which on there is a filter
-const MAX_ENDING = 80; // characters of why a run has ended
+const MAX_ENDING = 120; // characters of why a run has ended
 const NUM_COMPACT = 10; // runs from which on a card has only the name
 
 export class Sidebar {
