@@ -63,7 +63,7 @@ COMMANDS = {
     ),
     "launch": (
         "groupax.cli.launch:launch",
-        "start one program as several processes: groupax launch local | slurm | ray [options] -- train ...",
+        "start one program as several processes: groupax launch local | slurm [options] -- train ...",
     ),
     "view": ("groupax.cli.view:view", "show runs on a live local web page: groupax view RUN_DIR [RUN_DIR ...]"),
     "plan": (
