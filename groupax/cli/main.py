@@ -51,11 +51,11 @@ COMMANDS = {
     ),
     "replay": (
         "groupax.cli.replay:replay",
-        "compute a step of a run again: groupax replay RUN_DIR --step N [--why] [--with key=value]",
+        "compute a step of a run again: groupax replay RUN_DIR --step N [--stage reward]",
     ),
     "bisect": (
         "groupax.cli.bisect:bisect",
-        "find the step and rows where a metric went wrong: groupax bisect RUN_DIR --until 'kl > 1'",
+        "find the step where a metric went wrong: groupax bisect RUN_DIR --until 'kl > 1'",
     ),
     "checkpoints": (
         "groupax.cli.models:checkpoints",
