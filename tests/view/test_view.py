@@ -39,7 +39,6 @@ from groupax.satellites.view.rollouts import Step, cached_step, read_step
 from groupax.satellites.view.runs import Run, Runs, Tail
 from groupax.satellites.view.server import make_server
 from groupax.satellites.view.token_values import TokenTexts
-from groupax.satellites.view.why import exact_shares
 
 STATIC = Path(__file__).parents[2] / "groupax" / "satellites" / "view" / "static"
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202etxt.exe<img src=x onerror=alert(2)>\x00"
@@ -345,7 +344,6 @@ DAMAGE = {
     "config.json": f'{{"reward_weights": [[1], 1{"0" * 400}], "max_steps": 1{"0" * 400}, "deep": {DEEP}}}',
     "run.json": f'{{"processes": [{{"run": {{"steps": "{"9" * 5000}, each"}}, "settings": 7, "end": {DEEP}}}]}}',
     "diagnostics.jsonl": f'{{"name": {DEEP}, "text": {DEEP}, "step": 1e999}}\n',
-    "why/step_000001.json": '{"rows": [{"prompt_index": 1e999, "sample_index": 0, "share": [], "norm": 0}]}',
     "evaluations/step_000005.eval.jsonl": f'{{"prompt": {"[" * 5000}\n',
     "rollouts/step_2.parquet": "",
     f"rollouts/step_{'9' * 200}.parquet": "",
@@ -376,7 +374,7 @@ def test_damaged_files_are_no_failures_of_the_page(folder, tmp_path):
     (tmp_path / os.fsdecode(b"run-\xff")).mkdir()
     (tmp_path / os.fsdecode(b"run-\xff") / "metrics.jsonl").write_text("")
     place = {"step": 1, "prompt": 0, "sample": 0, "turn": 0, "name": "reward", "channel": "advantage x ratio"}
-    routes = "overview extremes table timeline config diagnostics step group tokens why text estimates"
+    routes = "overview extremes table timeline config diagnostics step group tokens text estimates"
     with serving(tmp_path) as port:
         names = [*ask(port, "runs")]
         assert "run-?" in names
@@ -429,37 +427,6 @@ def test_the_loss_of_a_run_says_which_tokens_are_not_pushed(tmp_path, change, ex
         ask(port, "runs")
         rows = ask(port, "tokens", run="run", step=1, prompt=1, channel="advantage x ratio")["rows"]
     assert {sample: set(rows[str(sample)]["dropped"]) for sample in (1, 3)} == expected
-
-
-def test_why_a_step_is_what_it_is(port, tmp_path):
-    found = ask(port, "why", run="alpha", step=3)
-    assert found["facts"]["reward"] == pytest.approx({"value": 0.3, "before": 0.15})
-    assert [each["name"] for each in found["findings"]] == ["kl_runaway"]
-    assert not found["is_exact"]
-    assert len(found["rows"]) == 9  # one of four rows was not trained on
-    assert sum(row["estimate"] for row in found["rows"]) == pytest.approx(1.0)
-    row = next(row for row in found["rows"] if (row["prompt_index"], row["sample_index"]) == (1, 2))
-    sizes = {}
-    for sample in (1, 2, 3):
-        ratio, p = np.exp(0.25), np.exp(np.linspace(-2, -0.5, 3 + sample) + 0.25)
-        sizes[sample] = np.sqrt(np.sum(np.square((sample - 1.5) * ratio * (1 - p))))
-    assert row["estimate"] == pytest.approx(sizes[2] / (3 * sum(sizes.values())), rel=1e-4)
-    assert (found["tokens"][0]["token"], found["tokens"][0]["logp"]) == (0, pytest.approx(-1.75))
-    run = write_run(tmp_path / "it's", {"loss_type": "grpo", "importance_sampling_level": "token", "epsilon": 0.2}, 2)
-    shares = [(0, 1, 0.7, 2.0), (1, 1, -0.1, 0.5), (2, 1, 0.4, 1.0), (2, 2, None, None)]
-    names = ("prompt_index", "sample_index", "share", "norm")
-    (run.path / "why").mkdir()
-    content = {"step": 2, "rows": [dict(zip(names, each, strict=True)) for each in shares]}
-    (run.path / "why" / "step_000002.json").write_text(json.dumps(content))
-    with serving(tmp_path) as other:
-        found = ask(other, "why", run="it's", step=2)
-        assert found["is_exact"]
-        assert [row.get("share") for row in found["rows"][:4]] == [None, 0.7, 0.4, -0.1]
-        assert "'\"'\"'" in found["commands"]["replay"]
-        (run.path / "rollouts" / "step_000002.parquet").unlink()
-        found = ask(other, "why", run="it's", step=2)
-        assert found["fault"] == "The completions of this step were not kept."
-        assert found["rows"][1] == dict(zip(names, shares[0], strict=True))
 
 
 def test_texts_of_tokens_join_to_the_text(tmp_path):
@@ -727,7 +694,7 @@ def make_huge(path):
     "name",
     [
         *("run.json", "config.json", "command.json", "result.json", "diagnostics.jsonl", ".lock"),
-        *("evaluations/a.jsonl", "why/step_000001.json", "rollouts/step_000001.parquet"),
+        *("evaluations/a.jsonl", "rollouts/step_000001.parquet"),
     ],
 )
 def test_files_of_a_strangers_run_are_read_only_if_they_are_files_of_a_usual_size(tmp_path, make, name):
@@ -741,7 +708,7 @@ def test_files_of_a_strangers_run_are_read_only_if_they_are_files_of_a_usual_siz
     assert run.refresh(1.0)
     assert read_run(tmp_path).metrics
     for read in (
-        *(run.config, run.command, run.state, partial(check_unlocked, tmp_path), partial(exact_shares, tmp_path, 1)),
+        *(run.config, run.command, run.state, partial(check_unlocked, tmp_path)),
         *(partial(run.record, "run.json"), partial(run.record, "result.json")),
         lambda: read_step(run.rollout_file(1)),
         partial(item_page, tmp_path / "evaluations/a.jsonl", 0, "all", ""),

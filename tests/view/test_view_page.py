@@ -237,12 +237,6 @@ def test_groups_are_opened_filtered_and_searched(page):
     until(lambda: page.text(".token-reading") == "token 2: “⟨1⟩” · id 1 · ratio trainer / policy 1.284")
     page.press(Keys.ARROW_RIGHT)
     until(lambda: "prompt 1 of step 4" in page.text(".turns"))
-    page.click(".stepper button[aria-pressed]")
-    until(lambda: page.text(".why h2") == "What the update of step 4 was made of")
-    assert "--step 4 --why" in page.text(".why .commands")
-    page.click(".why .rows button")
-    until(lambda: page.all(".card"))
-    page.open("rollouts?run=earlier&step=4&sort=order")
     for kept, badge in (("zero", "no variance"), ("disagree", "disagree"), ("truncated", "truncated")):
         page.choose("filter", kept)
         until(lambda badge=badge: all(badge in group.text for group in page.all(".groups li")))

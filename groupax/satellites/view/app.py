@@ -20,7 +20,6 @@ from groupax.satellites.view.overview import best_and_worst, machine_of, overvie
 from groupax.satellites.view.rollouts import Step, cached_step
 from groupax.satellites.view.runs import NotFoundError, Run, Runs, plain
 from groupax.satellites.view.search import PromptIndex, Query, exported, search_steps
-from groupax.satellites.view.why import why
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -121,7 +120,7 @@ class Page:
         answers = [
             *(self.overview, self.extremes, self.table, self.names, self.series, self.band, self.timeline),
             *(self.config, self.diagnostics, self.steps, self.step, self.group, self.tokens),
-            *(self.text, self.why, self.search, self.prompts, self.prompt, self.evaluations, self.estimates),
+            *(self.text, self.search, self.prompts, self.prompt, self.evaluations, self.estimates),
             *(self.differences, self.items, self.export, self.image),
         ]
         files = {f"/static/{file.relative_to(STATIC)}": file for file in STATIC.rglob("*") if file.suffix in TYPES}
@@ -241,10 +240,6 @@ class Page:
         texts = token_values.token_texts(run.path / "tokenizer")
         rows = {index: {**row, "texts": texts.pieces(row["ids"])} for index, row in found.items()}
         return {"rows": rows, "fault": texts.fault}
-
-    def why(self, asked: Asked) -> Any:
-        """Returns what the update of a step was made of: rows by their share of the gradient, tokens, findings."""
-        return why(asked.run, asked.integer("step"))
 
     def text(self, asked: Asked) -> Any:
         """Returns the full text of the completion `sample`, or of the prompt if there is no `sample`.
