@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from groupax.runs.report.record import changed_settings
@@ -19,7 +19,7 @@ from groupax.satellites.view.evaluations import differences, estimate_rows, item
 from groupax.satellites.view.overview import best_and_worst, machine_of, overview, table_row
 from groupax.satellites.view.rollouts import Step, cached_step
 from groupax.satellites.view.runs import NotFoundError, Run, Runs, plain
-from groupax.satellites.view.search import PromptIndex, Query, exported, search_steps
+from groupax.satellites.view.search import PromptIndex, Query, search_steps
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -121,7 +121,7 @@ class Page:
             *(self.overview, self.extremes, self.table, self.names, self.series, self.band, self.timeline),
             *(self.config, self.diagnostics, self.steps, self.step, self.group, self.tokens),
             *(self.text, self.search, self.prompts, self.prompt, self.evaluations, self.estimates),
-            *(self.differences, self.items, self.export, self.image),
+            *(self.differences, self.items, self.image),
         ]
         files = {f"/static/{file.relative_to(STATIC)}": file for file in STATIC.rglob("*") if file.suffix in TYPES}
         files["/"] = STATIC / "index.html"
@@ -236,7 +236,7 @@ class Page:
         """Returns the tokens of a group, or of its completion `sample`, with their values in a channel."""
         run, prompt, sample = asked.run, asked.integer("prompt"), asked.integer_or_none("sample")
         file, channel = run.rollout_file(asked.integer("step")), asked.text("channel", "policy_logps")
-        found = token_values.token_values(file, prompt, channel, sample, token_values.loss_bounds(run))
+        found = token_values.token_values(file, prompt, channel, sample)
         texts = token_values.token_texts(run.path / "tokenizer")
         rows = {index: {**row, "texts": texts.pieces(row["ids"])} for index, row in found.items()}
         return {"rows": rows, "fault": texts.fault}
@@ -254,13 +254,6 @@ class Page:
         """Returns rollouts that match a query, searching backwards from step `before`, its row `first`, for a while."""
         before, first = asked.number("before", math.inf), asked.integer("first", "0")
         return search_steps(asked.run, asked.query, before, first, cached_step)
-
-    def export(self, asked: Asked) -> Response:
-        """Returns all rollouts that match a query as a file of JSON Lines."""
-        run, query = asked.run, asked.query
-        name = f"step_{query.step[0]:.0f}" if query.step[0] == query.step[1] else "rollouts"
-        headers = {"content-disposition": f'attachment; filename="{name}.jsonl"', **NOT_STORED}
-        return StreamingResponse(exported(run, query), 200, headers, "application/jsonl")
 
     def prompts(self, asked: Asked) -> Any:
         """Returns the prompts of all steps that contain the text `q`."""

@@ -1,6 +1,5 @@
 """Search in the rollouts of all steps, and an index of their prompts."""
 
-import json
 import math
 import threading
 import time
@@ -179,28 +178,6 @@ def search_steps(run: Run, query: Query, before: float, first: int, read: Read) 
     return {"hits": hits, "next": None, "num_searched": len(steps)}
 
 
-def exported(run: Run, query: Query) -> Iterator[bytes]:
-    """Yields the matching completions of all steps as JSON Lines, newest steps first, with their full texts."""
-    weights, is_likely = run.reward_weights(), True
-    for number in reversed(query.steps_of(run)):
-        step = _matching(run, number, query, read_step, weights, is_likely)
-        is_likely = False
-        if step is None:
-            continue
-        for row, _ in query.rows(step):
-            is_likely = True
-            record = {
-                **_place(step, number, row),
-                "reward": _known(step.total[row]),
-                "rewards": {name: _known(column[row]) for name, column in step.rewards.items()},
-                "advantage": _known(step.advantage[row]),
-                "finish_reason": step.value("finish_reason", row),
-                "prompt": step.text("prompt", row)[0],
-                "completion": step.text("completion", row)[0],
-            }
-            yield json.dumps(record, ensure_ascii=False, default=str).encode(errors="backslashreplace") + b"\n"
-
-
 def _matching(
     run: Run, number: int, query: Query, read: Read, weights: Sequence[float] | None, is_likely: bool
 ) -> Step | None:
@@ -222,10 +199,6 @@ def _place(step: Step, number: int, row: int) -> dict[str, Any]:
         "sample_index": step.value("sample_index", row),
         "num_tokens": int(step.num_tokens[row]),
     }
-
-
-def _known(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 class PromptIndex:

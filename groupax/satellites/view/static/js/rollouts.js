@@ -4,7 +4,6 @@ import { ask } from "./api.js";
 import { debounced, drawn, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
 import { Group } from "./group.js";
 import { RunChoice } from "./runs.js";
-import { download } from "./saving.js";
 import { SearchAll } from "./search_all.js";
 import { go, oneRun } from "./state.js";
 import { Strip } from "./strip.js";
@@ -75,17 +74,11 @@ export class Rollouts {
         this.number,
         el("button", { type: "button", "aria-label": "Next step", title: "→", on: { click: () => this.move(1) } }, "›"),
         el("button", { type: "button", title: "Newest step (End)", on: { click: () => this.move(Infinity) } }, "Newest"),
-        this.slider, this.count,
-        el("button", { type: "button", class: "quiet", title: "Save the rollouts of this step, with full texts, as JSON Lines", on: { click: () => this.save() } }, "Save")),
+        this.slider, this.count),
       select("Show", Object.entries(FILTERS).map(([key, [text]]) => [key, text]), this.filter, (value) => this.setList({ filter: value }), "filter"),
       select("Order", Object.entries(ORDERS).map(([key, [text]]) => [key, text]), this.sort, (value) => this.setList({ sort: value }), "sort"),
       el("div", { class: "joined" }, this.search, this.all),
     );
-  }
-
-  save() {
-    const asked = new URLSearchParams({ run: this.run, min_step: this.step, max_step: this.step });
-    download(`/api/export?${asked}`, `step_${this.step}.jsonl`);
   }
 
   /** The address has changed. */
