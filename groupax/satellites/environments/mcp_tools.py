@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from groupax.core.errors import InfrastructureError, RunError, require
+from groupax.core.errors import InfrastructureError, require
 from groupax.core.terminal.printable import error_line, one_line, printable, short_repr
 from groupax.tools.runner import start_loop
 from groupax.tools.tool import Tool
@@ -80,7 +80,7 @@ def mcp(
 ) -> list[Tool]:
     """Returns the tools of an MCP server, for `GRPOTrainer(tools=mcp("stdio:python server.py"))`.
 
-    The server is asked for them at once. If it describes them otherwise later, the run ends.
+    The server is asked for them at once.
 
     Args:
         address: stdio: and a command, or the URL of a server that speaks streamable HTTP.
@@ -114,32 +114,37 @@ def mcp(
     if stateful:
 
         def create(_seed: int) -> McpSession:  # a lost one is not begun again, since its state is lost
-            return McpSession(server, listed)
+            return McpSession(server)
 
         return [
             Tool(name, partial(_call_own, name), listed[name], True, False, limit_s, takes_owner=True, open=create)
             for name in names
         ]
-    shared = SharedSession(server, listed)
+    shared = SharedSession(server)
     return [Tool(name, partial(shared.call, name), listed[name], True, True, limit_s) for name in names]
 
 
 class McpSession:
     """A session with a server, which begins with the first call."""
 
-    def __init__(self, server: McpServer, pinned: Schemas | None) -> None:
-        self._server, self._pinned = server, pinned
+    def __init__(self, server: McpServer) -> None:
+        self._server = server
         self._holder: asyncio.Task[None] | None = None
-        self._begun: asyncio.Future[tuple[Any, Schemas]] | None = None
+        self._begun: asyncio.Future[Any] | None = None
         self._closing = asyncio.Event()
 
     async def schemas(self) -> Schemas:
         """Returns the schemas of the server's tools by name, in the order of the names."""
-        return (await self._session())[1]
+        session = await self._session()
+        try:
+            async with asyncio.timeout(self._server.connect_timeout_s):
+                return await _schemas(self._server, session)
+        except Exception as error:
+            raise _failure(self._server, error) from error
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Returns the result of a tool: the texts of its parts, joined by line ends."""
-        session, _ = await self._session()
+        session = await self._session()
         assert self._holder is not None, "it holds the session"
         calling = asyncio.ensure_future(session.call_tool(name, dict(arguments)))
         try:
@@ -173,13 +178,13 @@ class McpSession:
             with contextlib.suppress(Exception):
                 await self._holder
 
-    async def _session(self) -> tuple[Any, Schemas]:
+    async def _session(self) -> Any:
         if self._begun is None:
             self._begun = asyncio.get_running_loop().create_future()
             self._holder = asyncio.create_task(self._hold(self._begun))
         return await asyncio.shield(self._begun)
 
-    async def _hold(self, begun: "asyncio.Future[tuple[Any, Schemas]]") -> None:
+    async def _hold(self, begun: "asyncio.Future[Any]") -> None:
         """Begins the session and keeps it until it is closed; all in one task, as its contexts demand."""
         import mcp.client.stdio
         import mcp.client.streamable_http  # noqa: F401 - seconds, which are not the server's
@@ -189,11 +194,7 @@ class McpSession:
                 async with AsyncExitStack() as stack:
                     async with asyncio.timeout(self._server.connect_timeout_s):
                         session = await stack.enter_async_context(_connected(self._server))
-                        found = await _schemas(self._server, session)
-                    if self._pinned is not None and found != self._pinned:
-                        begun.set_exception(RunError(_changes(self._server, self._pinned, found)))
-                        return
-                    begun.set_result((session, found))
+                    begun.set_result(session)
                     await self._closing.wait()
                     return
             except Exception as error:  # noqa: BLE001 - of a server
@@ -208,8 +209,8 @@ class McpSession:
 class SharedSession:
     """The session that the calls of all episodes use, in an event loop of its own. A lost one is begun again."""
 
-    def __init__(self, server: McpServer, pinned: Schemas) -> None:
-        self._server, self._pinned = server, pinned
+    def __init__(self, server: McpServer) -> None:
+        self._server = server
         self._sessions: list[McpSession] = []  # the latest one
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -222,7 +223,7 @@ class SharedSession:
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
         if not self._sessions or self._sessions[0].has_ended:
-            self._sessions[:] = [McpSession(self._server, self._pinned)]
+            self._sessions[:] = [McpSession(self._server)]
         return await self._sessions[0].call(name, arguments)
 
 
@@ -254,7 +255,7 @@ def _command(address: str) -> tuple[str, ...]:
 
 
 async def _list(server: McpServer) -> Schemas:
-    session = McpSession(server, None)
+    session = McpSession(server)
     try:
         return await session.schemas()
     finally:
@@ -318,14 +319,6 @@ def _text_of(result: Any) -> str:
     if found.get("isError"):
         raise ToolError(text or "the tool failed")
     return text
-
-
-def _changes(server: McpServer, pinned: Schemas, found: Schemas) -> str:
-    changed = sorted(name for name in {*pinned, *found} if pinned.get(name) != found.get(name))
-    return (
-        f"{server.address} describes other tools than at the start of the run: {', '.join(changed)} changed; the "
-        "prompts of a run must describe the same tools, so start the run again"
-    )
 
 
 def _failure(server: McpServer, error: BaseException) -> Exception:
