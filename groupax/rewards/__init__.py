@@ -6,7 +6,6 @@ from typing import Any
 # The built-in rewards, which YAML files and the command line know by these names: their modules.
 BUILTIN_REWARDS = {
     "code_tests": "groupax.rewards.code",
-    "cosine_length": "groupax.rewards.lengths",
     "gsm8k_accuracy": "groupax.rewards.maths",
     "integer_answer": "groupax.rewards.formats",
     "math_accuracy": "groupax.rewards.maths",

@@ -29,7 +29,6 @@ from groupax.rewards.contract import (
     arguments_for,
     checked_scores,
     no_scores,
-    split_per_completion,
 )
 from groupax.rewards.workers import (
     MainThread,
@@ -82,24 +81,14 @@ def check_name(function: str, argument: str, name: Any) -> None:
         raise TypeError(f"{function}: {argument} must be a text, got {type(name).__name__} {short_repr(name)}")
 
 
-def call_sync(
-    function: Callable[..., Any], arguments: Mapping[str, Any], num_completions: int | None
-) -> tuple[Any, CallLog]:
+def call_sync(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, CallLog]:
     """Calls a sync reward function in the current thread or process.
-
-    Args:
-        function: A reward function.
-        arguments: Its keyword arguments; lists have one entry per completion.
-        num_completions: Number of completions if the function takes one at a time; None if one call takes all.
 
     Returns:
         The return value of the function, with arrays and generators as lists, and the values that it logged.
     """
     log = CallLog()
-    arguments = log.bind(arguments)
-    if num_completions is None:
-        return _as_list(function(**arguments)), log
-    return [function(**each) for each in split_per_completion(arguments, num_completions)], log
+    return _as_list(function(**log.bind(arguments))), log
 
 
 def call_in_worker(*call: Any) -> tuple[Any, CallLog]:
@@ -110,17 +99,11 @@ def call_in_worker(*call: Any) -> tuple[Any, CallLog]:
         raise as_exception(error) from error
 
 
-async def call_async(
-    function: Callable[..., Any], arguments: Mapping[str, Any], num_completions: int | None
-) -> tuple[Any, CallLog]:
-    """Calls an async reward function like `call_sync`, with all completions at once if it takes one at a time."""
+async def call_async(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, CallLog]:
+    """Calls an async reward function like `call_sync`."""
     log = CallLog()
-    arguments = log.bind(arguments)
     try:
-        if num_completions is None:
-            return _as_list(await function(**arguments)), log
-        calls = (function(**each) for each in split_per_completion(arguments, num_completions))
-        return list(await asyncio.gather(*calls)), log
+        return _as_list(await function(**log.bind(arguments))), log
     except BaseException as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -177,7 +160,7 @@ class Supervisor:
         self._semaphores: dict[str, asyncio.Semaphore] = {}
         self._free_workers = asyncio.Semaphore(settings.reward_workers)  # all functions share them
         self._schedule, self._stop_workers = (
-            start_workers(settings.reward_workers_on, settings.reward_workers) if has_workers else (None, lambda: None)
+            start_workers(settings.reward_workers) if has_workers else (None, lambda: None)
         )
         self._loop = start_event_loop("rewards")
         self._async_loops: dict[str, asyncio.AbstractEventLoop] = {}  # one each, as a function may block its own
@@ -228,7 +211,7 @@ class Supervisor:
         arguments = arguments_for(reward, rollouts, state, {"log_extra": None, "log_metric": None})
         if self._schedule is not None and not reward.is_async:  # environments stay in this process
             arguments.pop(ENVIRONMENTS, None)
-        call = reward.function, arguments, len(rollouts) if reward.per_completion else None
+        call = reward.function, arguments
         if reward.is_async:
             start_clock()
             if reward.name not in self._async_loops:

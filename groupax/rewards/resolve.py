@@ -17,10 +17,8 @@ from groupax.core.settings.fields import nearest
 from groupax.core.settings.references import import_attribute, parse_call
 from groupax.rewards import BUILTIN_REWARDS
 from groupax.rewards.code import code_tests
-from groupax.rewards.contract import BATCH_ARGS, EXTRA_ARGS, SINGLE_ARGS, ModelReward, Reward
+from groupax.rewards.contract import ARGUMENTS, ModelReward, Reward
 from groupax.rewards.sandbox import check_sandbox
-
-OF_MATH = ("math_accuracy", "cosine_length")  # rewards that need the extra `math`
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,8 @@ def find_reward(reference: str) -> Any:
     """
     name, options, columns = parse_call("reward", reference)
     if name in BUILTIN_REWARDS:
-        if name in OF_MATH:
-            require("math", f"the reward {name}", is_imported=False)
+        if name == "math_accuracy":
+            require("math", "the reward math_accuracy", is_imported=False)
         function: Any = import_attribute("reward", f"{BUILTIN_REWARDS[name]}:{name}")
     else:
         if ":" not in name:
@@ -133,13 +131,10 @@ def _resolve(item: Any, tokenizer: Any, columns: Sequence[str], taken_names: Seq
     if model is not None:
         return Reward(name, model.rewards, on_device=True)
     called = cast(Callable[..., Any], function)
-    parameters = inspect.signature(called).parameters
-    per_completion = "completion" in parameters and not {"prompts", "completions"} & set(parameters)
     return Reward(
         name,
         called,
-        takes=_checked_arguments(name, called, columns, per_completion, renamed),
-        per_completion=per_completion,
+        takes=_checked_arguments(name, called, columns, renamed),
         is_async=inspect.iscoroutinefunction(core) or inspect.iscoroutinefunction(type(core).__call__),
         columns=dict(renamed),
     )
@@ -159,7 +154,7 @@ def check_setup(function: Callable[..., Any]) -> None:
 
 
 def _checked_arguments(
-    name: str, function: Any, columns: Sequence[str], per_completion: bool, renamed: Mapping[str, str]
+    name: str, function: Any, columns: Sequence[str], renamed: Mapping[str, str]
 ) -> frozenset[str] | None:
     """Returns the names of the arguments that a function takes, None for any, if each of them can be supplied."""
     parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
@@ -169,13 +164,12 @@ def _checked_arguments(
                 f"reward function {name!r} takes {argument!r} from the column {column!r}, which the dataset does not "
                 f"have; it has {', '.join(sorted(columns)) or 'no column but the prompt'}{nearest(column, columns)}"
             )
-    reserved = {*(SINGLE_ARGS if per_completion else BATCH_ARGS), *EXTRA_ARGS}
-    if taken := sorted(reserved & set(renamed)):
+    if taken := sorted(set(ARGUMENTS) & set(renamed)):
         raise ValueError(
             f"reward function {name!r} cannot take {taken[0]!r} from the column {renamed[taken[0]]!r}: the run itself "
             "supplies this argument; rename it"
         )
-    supplied = {*reserved, *columns, *renamed}
+    supplied = {*ARGUMENTS, *columns, *renamed}
     for parameter in parameters.values():
         required = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD,

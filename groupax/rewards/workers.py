@@ -1,4 +1,4 @@
-"""Places where sync reward functions run other than threads: processes, tasks of a Ray cluster, the main thread.
+"""Places where sync reward functions run other than threads: processes, and the main thread.
 
 Python allows signal handlers, with which math-verify limits its time, in the main thread only:
 
@@ -18,27 +18,17 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from groupax.core.errors import require
 from groupax.parallel.preemption import RolloutCancelled
-from groupax.parallel.processes import connect_to_ray
 from groupax.rewards.contract import Reward
 
-NO_ACCELERATOR = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # accelerators are the trainers'
 
-
-def start_workers(kind: str, num_workers: int) -> tuple[Callable[..., "Future[Any]"], Callable[[], None]]:
-    """Starts worker processes of this machine ("processes"), or connects to a Ray cluster ("ray").
+def start_workers(num_workers: int) -> tuple[Callable[..., "Future[Any]"], Callable[[], None]]:
+    """Starts worker processes.
 
     Returns:
         A function that calls a function with arguments in a worker, which is killed if the future is cancelled; and one
         that kills all workers.
-
-    Raises:
-        ValueError: Ray is not installed.
-        ConnectionError: There is no cluster at `RAY_ADDRESS`.
     """
-    if kind == "ray":
-        return _ray_tasks()
     from pebble import ProcessPool
 
     pool = ProcessPool(max_workers=num_workers, context=multiprocessing.get_context("spawn"))
@@ -50,63 +40,20 @@ def start_workers(kind: str, num_workers: int) -> tuple[Callable[..., "Future[An
     return lambda *call: pool.schedule(call[0], args=call[1:]), stop
 
 
-def check_sendable(rewards: Iterable[Reward], kind: str) -> None:
+def check_sendable(rewards: Iterable[Reward]) -> None:
     """Checks that reward functions can be sent to workers.
 
     Raises:
-        ValueError: One of them cannot be pickled, or Ray is not installed.
+        ValueError: One of them cannot be pickled.
     """
-    dumps, remedy = pickle.dumps, "define it at the top level of a module"
-    if kind == "ray":  # which sends by value what workers cannot import, as lambdas and a notebook's functions
-        require("ray", "reward_workers_on='ray'")
-        from ray import cloudpickle
-
-        dumps = cloudpickle.dumps  # pyright: ignore[reportPrivateImportUsage]
-        remedy = "keep what cannot be sent out of its globals and closure"
     for reward in rewards:
         try:
-            dumps(reward.function)
+            pickle.dumps(reward.function)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"reward_workers is set, but the reward function {reward.name!r} cannot be sent to another process "
-                f"({error}); {remedy}, or set reward_workers=0"
+                f"({error}); define it at the top level of a module, or set reward_workers=0"
             ) from error
-
-
-def _ray_tasks() -> tuple[Callable[..., "Future[Any]"], Callable[[], None]]:
-    """Returns functions like `start_workers`, for tasks with one core and no accelerator, which are never retried."""
-    handler = signal.getsignal(signal.SIGTERM)  # it requests a run to stop, and Ray replaces it
-    connect_to_ray()
-    if handler is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
-    import ray
-
-    options = {"num_cpus": 1, "num_gpus": 0, "max_retries": 0, "scheduling_strategy": "SPREAD"}
-    task = ray.remote(**options, runtime_env={"env_vars": NO_ACCELERATOR})(_call)
-    running: set[Future[Any]] = set()
-
-    def schedule(function: Callable[..., Any], *args: Any) -> "Future[Any]":
-        result = task.remote(function, *args)
-        future = result.future()
-
-        def end(future: "Future[Any]") -> None:
-            running.discard(future)
-            if future.cancelled():
-                ray.cancel(result, force=True)
-
-        running.add(future)
-        future.add_done_callback(end)
-        return future
-
-    def stop() -> None:
-        for future in list(running):
-            future.cancel()
-
-    return schedule, stop
-
-
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
 
 
 def as_exception(error: BaseException) -> Exception:

@@ -104,8 +104,6 @@ def test_trls_names_point_to_ours():
         ({"regex": "a"}, "with regex completions are sampled from another distribution"),
         ({"offload_reference": True}, "offload_reference needs a reference, and beta is 0; set beta above 0"),
         ({"attn_implementation": "flash"}, "attn_implementation must be one of auto, plain, fused, got 'flash'"),
-        ({"reward_workers_on": "ray"}, "reward_workers_on is 'ray', but reward_workers is 0"),
-        ({"reward_workers_on": "slurm", "reward_workers": 1}, "reward_workers_on must be one of processes, ray, got"),
         ({"rollout_servers": "host:8000"}, "rollout_servers must be addresses like http://host:port, got 'host:8000'"),
     ],
     ids=str,

@@ -21,7 +21,7 @@ from groupax.models.execution import DIRECT
 from groupax.objective.aggregation import Denominators
 from groupax.objective.losses import LossInputs, policy_objective
 from groupax.parallel.mesh import num_data_shards
-from groupax.rewards.lengths import cosine_length, soft_overlong
+from groupax.rewards.lengths import soft_overlong
 from groupax.rewards.text import completion_text
 from groupax.rollouts.completions import completion_metrics
 from groupax.rollouts.state import Experience, masked_ends, row_of
@@ -222,8 +222,6 @@ def test_length_rewards_count_sampled_tokens_only():
     ids, mask = [[0] * 10, [0] * 10], [[True] * 10, [True] * 4 + [False] * 6]
     assert soft_overlong(ids, max_length=10, buffer=8) == [-1, -1]
     assert soft_overlong(ids, max_length=10, buffer=8, completion_mask=mask) == [-1, -0.25]
-    assert cosine_length(["4", "4"], ids, ["4", "4"], max_length=10, completion_mask=mask)[0] == 0.5
-    assert cosine_length(["4", "4"], ids, ["4", "4"], max_length=10, completion_mask=mask)[1] > 0.5
 
 
 def test_the_answer_of_an_episode_is_the_last_thing_that_the_model_wrote():

@@ -202,8 +202,8 @@ def scored_by(functions, rollouts, **settings):
 
 @pytest.mark.parametrize("settings", [{}, {"reward_scope": "rollout"}])
 def test_a_reward_function_may_return_a_list_for_the_turns_of_a_completion(settings):
-    def one(completion, turns):
-        return [0.5] * len(turns) if len(turns) > 1 else 3
+    def one(turns):
+        return [[0.5] * len(own) if len(own) > 1 else 3 for own in turns]
 
     def whole(completions):
         return [1.0, None]

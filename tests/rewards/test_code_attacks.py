@@ -69,7 +69,7 @@ def f(*a):
     "modules that the harness has": """
 import sys
 for name, module in list(sys.modules.items()):
-    for attribute in ('is_wrong', 'perform', 'main', 'request', 'dumps', 'loads'):
+    for attribute in ('is_broken', 'perform', 'main', 'request', 'dumps', 'loads'):
         try: setattr(module, attribute, lambda *a, **k: True)
         except Exception: pass
 def f(*a): return True
@@ -95,24 +95,40 @@ for fd in range(3, 20):
 def f(*a): return None
 """,
     "a reply of its own": """
-import gc, json, os, sys
+import json, os, sys
 def f(*a):
     frame = sys._getframe()
     while 'number' not in frame.f_locals: frame = frame.f_back
     number = frame.f_locals['number']
-    error = ['error', ['AssertionError'], '', ['tuple', []], [[], []]]
-    for node in (['yours', 0], ['mine', 0, 'coroutine'], error, ['ref', 0]):
-        data = json.dumps(['reply', number, True, node, [[0, []]], '']).encode()
-        os.write(frame.f_locals['self'].writer, len(data).to_bytes(8, 'little') + data)
+    error = ['error', ['AssertionError'], '', []]
+    for node in (['instance', 'All', [], []], ['array', [['object', 0]]], error, ['object', 0], ['module']):
+        for changes in ([], [[0, ['list', []]]], [[-1, ['dict', [], []]]]):
+            data = json.dumps([number, True, node, changes, '', '']).encode()
+            os.write(frame.f_locals['self'].writer, len(data).to_bytes(8, 'little') + data)
 """,
-    "questions to the tests": """
-import gc
+    "all that its process inherited": """
+import os
 def f(*a):
-    peer = next(x for x in gc.get_objects() if type(x).__name__ == 'SolutionPeer')
-    questions = ('call', (0,)), ('next', (0,)), ('call', (-1,)), ('getattr', (0, '__globals__')), ('name', ('f',))
-    for operation, args in questions:
-        try: peer.request(operation, *args)
-        except BaseException: pass
+    found = b''
+    for fd in range(64):
+        try:
+            os.set_blocking(fd, False)
+            found += os.read(fd, 1 << 20)
+        except OSError: pass
+    for token in found.split(b'"'):
+        if len(token) == 32: [os.write(fd, token) for fd in range(9)]
+    return found
+""",
+    "signals of a pipe to the tests": """
+import fcntl, os, signal, time
+def f(*a):
+    for number in (signal.SIGINT, signal.SIGALRM, signal.SIGIO):
+        reader, writer = os.pipe()
+        fcntl.fcntl(reader, fcntl.F_SETOWN, os.getppid())
+        fcntl.fcntl(reader, 10, number)  # F_SETSIG
+        fcntl.fcntl(reader, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+        os.write(writer, b'x')
+        time.sleep(0.1)
 """,
     "noise on the channel": "import os\ndef f(*a):\n    for fd in range(3, 9):\n        os.write(fd, os.urandom(4096))",
     "a frame without end": """
@@ -178,11 +194,6 @@ OTHERS = {
         "class Timer:\n    __enter__ = __exit__ = lambda *a: True\ndef f(): raise ValueError",
         "p",
         "with Timer():\n    assert f() == 5",
-    ),
-    "an assertion in a callback": (
-        "def f(g):\n    try: g(0)\n    except BaseException: pass",
-        "p",
-        "def seen(x):\n    assert x == 77\nf(seen)",
     ),
     "methods of an object of the tests": (
         "def f(o):\n    o.is_full = lambda: True",

@@ -103,13 +103,6 @@ def test_soft_overlong_is_the_papers_curve_in_tokens():
         rewards.soft_overlong([[1]], max_length=10, buffer=11)
 
 
-def test_cosine_length_prefers_short_right_and_long_wrong_answers():
-    texts = [r"\boxed{4}", r"\boxed{4}", r"\boxed{4}", r"\boxed{5}", r"\boxed{5}", r"\boxed{4}"]
-    ids = [[1] * n for n in (0, 50, 100, 0, 200, 10)]
-    values = rewards.cosine_length(texts, ids, ["4"] * 5 + ["no such"], max_length=100)
-    assert values[:5] == pytest.approx([1.0, 0.75, 0.5, -1.0, -0.5])
-
-
 def test_repetition_penalty():
     assert rewards.repetition_penalty(["a b c d", "a a a a a", "a b", ""]) == [0, pytest.approx(-2 / 3), 0, 0]
     assert max(rewards.repetition_penalty(["你好吗" * 40, "哈" * 12, "ha" * 200, "x=1;" * 60, "😂" * 30])) < -0.8
@@ -290,4 +283,3 @@ def test_rows_without_a_gold_answer_have_no_reward():
         "x</think><answer>4</answer>",
     ]
     assert rewards.think_answer_correct(right, [None, "4", "4"]) == [None, 1.0, 1.0]
-    assert rewards.cosine_length(["a"], [[1] * 5], [None], max_length=9) == [None]

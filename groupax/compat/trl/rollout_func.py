@@ -12,7 +12,7 @@ from groupax.core.settings.sampling import SamplingParams
 from groupax.core.types import Prompt
 from groupax.data.tokenizer import is_conversational
 from groupax.episodes.custom import RolloutFunction, RolloutRequest, Trajectory
-from groupax.rewards.contract import BATCH_ARGS, EXTRA_ARGS, SINGLE_ARGS
+from groupax.rewards.contract import ARGUMENTS
 
 REQUIRED = ("completion_ids", "logprobs", "prompt_ids")
 
@@ -66,7 +66,7 @@ def trajectories_of(output: Any) -> list[Trajectory]:
 
 def expected_columns(rewards: Sequence[Any], known: Sequence[str]) -> list[str]:
     """Returns the arguments that reward functions need and that are not columns of the dataset."""
-    supplied = {*BATCH_ARGS, *SINGLE_ARGS, *EXTRA_ARGS, *known}
+    supplied = {*ARGUMENTS, *known}
     needed = [
         each.name
         for reward in rewards
