@@ -87,12 +87,14 @@ def _numbers(stage: Stage, then: StepRecord, now: StepRecord) -> list[str]:
 
 
 def _differences(stage: Stage, then: Columns, now: Columns) -> list[str]:
-    """Returns the first difference in each column of a stage that differs, as texts."""
+    """Returns the first difference in each column of a stage that differs, as texts; of a rollout in the first one."""
     labels = LABELS.get(stage, {})
     if stage == "reward":
         labels = {name: name.removeprefix("rewards/") for name in [*then, *now] if name.startswith("rewards/")}
     texts = [_difference(then, now, name, label) for name, label in labels.items()]
     found = [text for text in texts if text]
+    if stage == "rollout":
+        return found[:1]  # where tokens differ, so do all log-probs after them
     return found or (["a column of the dataset other than the prompt"] if stage == "data" else [])
 
 
@@ -100,7 +102,7 @@ def _difference(then: Columns, now: Columns, name: str, label: str) -> str:
     """Returns the first row, and of a list the first token, whose value of a column differs; empty if there is none."""
     if (name in then) != (name in now):
         return f"{label} is {'only in the run' if name in then else 'not in the run'}"
-    pairs = [(a, b) for a, b in zip(then.get(name, ()), now.get(name, ()), strict=False)]
+    pairs = list(zip(then.get(name, ()), now.get(name, ()), strict=False))
     rows = [row for row, (a, b) in enumerate(pairs) if not _is_same(a, b)]
     if not rows:
         return ""
@@ -125,8 +127,13 @@ def _is_same(a: Any, b: Any) -> bool:
 
 def _largest(pairs: Sequence[tuple[Any, Any]]) -> float:
     """Returns the largest difference between the numbers of two lists, over all pairs that have both."""
-    both = [(a[: len(b)], b[: len(a)]) for a, b in pairs if a is not None and b is not None]
-    return max((float(np.nanmax(np.abs(np.subtract(a, b)), initial=0.0)) for a, b in both), default=0.0)
+    largest = 0.0
+    for a, b in pairs:
+        if a is not None and b is not None:
+            size = min(len(a), len(b))
+            sizes = np.abs(np.asarray(a[:size], np.float64) - np.asarray(b[:size], np.float64))
+            largest = max(largest, float(np.fmax.reduce(sizes, initial=0.0)))
+    return largest
 
 
 def _shown(value: Any) -> str:

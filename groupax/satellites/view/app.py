@@ -118,7 +118,7 @@ class Page:
     def routes(self) -> list[Route]:
         """Returns all routes of the page."""
         answers = [
-            *(self.overview, self.extremes, self.table, self.names, self.series, self.band, self.timeline),
+            *(self.overview, self.extremes, self.table, self.names, self.series, self.band, self.shares),
             *(self.config, self.diagnostics, self.steps, self.step, self.group, self.tokens),
             *(self.text, self.search, self.prompts, self.prompt, self.evaluations, self.estimates),
             *(self.differences, self.items, self.image),
@@ -130,11 +130,6 @@ class Page:
             *(Route(f"/api/{answer.__name__}", self._answering(answer)) for answer in answers),
             *(Route(path, _file_answer(file)) for path, file in files.items()),
         ]
-
-    def close(self) -> None:
-        """Stops the background threads."""
-        for index in self._indexes.values():
-            index.close()
 
     def states(self, _: Asked) -> Any:
         """Returns the state of every run by name."""
@@ -186,10 +181,9 @@ class Page:
                 found[metric]["num_runs"] = len(known)
         return found
 
-    def timeline(self, asked: Asked) -> Any:
-        """Returns the phases of the `num` steps up to `last` on a time axis, and the shares of phases in all steps."""
-        found = curves.timeline(asked.run, asked.number("last", math.inf), asked.integer("num", "20"))
-        return {**found, "shares": curves.shares(asked.run)}
+    def shares(self, asked: Asked) -> Any:
+        """Returns the shares of phases in all steps."""
+        return curves.shares(asked.run)
 
     def config(self, _: Asked) -> Any:
         """Returns the settings of every run, its machine and versions, and the defaults of the settings that differ.
@@ -331,12 +325,6 @@ class Page:
         return answered
 
 
-def make_app(runs: Runs) -> tuple[Starlette, Page]:
-    """Returns the application without its guard, and its request handlers."""
-    page = Page(runs)
-    return Starlette(routes=page.routes()), page
-
-
-def _file_answer(file: Path) -> Callable[[Request], Response]:
-    content, kind = file.read_bytes(), TYPES[file.suffix]
-    return lambda _: Response(content, 200, {"cache-control": "no-cache"}, kind)
+def make_app(runs: Runs) -> Starlette:
+    """Returns the application without its guard."""
+    return Starlette(routes=Page(runs).routes())
