@@ -148,6 +148,6 @@ def test_mistakes_are_found_at_the_start():
     with pytest.raises(ValueError, match="has no tool add; it has count, fail, multiply"):
         mcp(STDIO, only=["add"])
     with pytest.raises(InfrastructureError, match=r"cannot be reached"):
-        mcp("stdio:/no/such/program", retries=0)
+        mcp("stdio:/no/such/program")
     with pytest.raises(InfrastructureError, match=r"cannot be reached"):
-        mcp("http://127.0.0.1:1/mcp", retries=0)
+        mcp("http://127.0.0.1:1/mcp")

@@ -27,7 +27,6 @@ from groupax.tools.tool import Tool
 
 logger = logging.getLogger(__name__)
 GRACE_S = 5.0
-PAUSE_S = 0.5  # between attempts to connect
 MOST_PAGES = 100
 LOGGERS = ("mcp.client.stdio", "mcp.client.streamable_http", "mcp.shared.tool_name_validation", "client", "root")
 REFUSED = (-32601, -32602)  # JSON-RPC: an unknown method, or invalid arguments
@@ -49,7 +48,6 @@ class McpServer:
         command: Command of a server that is started; empty for one that has a URL.
         environment: Variables of its environment, in addition to those that the protocol's library passes.
         connect_timeout_s: Time in which a session must begin.
-        num_retries: Number of further attempts to begin it.
         call_timeout_s: Time limit of a call in a session that has begun; None for none.
     """
 
@@ -57,7 +55,6 @@ class McpServer:
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     connect_timeout_s: float = 10.0
-    num_retries: int = 2
     call_timeout_s: int | float | None = None
 
     @property
@@ -65,7 +62,7 @@ class McpServer:
         """Time limit of a call that begins its session."""
         if self.call_timeout_s is None:
             return None
-        return self.call_timeout_s + (self.num_retries + 1) * (self.connect_timeout_s + PAUSE_S) + GRACE_S
+        return self.call_timeout_s + self.connect_timeout_s + GRACE_S
 
 
 def mcp(
@@ -75,7 +72,6 @@ def mcp(
     stateful: bool = False,
     timeout_s: int | float | None = None,
     connect_timeout_s: int | float = 10.0,
-    retries: int = 2,
     environment: Mapping[str, str] | None = None,
 ) -> list[Tool]:
     """Returns the tools of an MCP server, for `GRPOTrainer(tools=mcp("stdio:python server.py"))`.
@@ -88,7 +84,6 @@ def mcp(
         stateful: Whether each episode has a session of its own, which a command's server is started for.
         timeout_s: Time limit of a call; None for `tool_timeout_s` of the run.
         connect_timeout_s: Time in which a session must begin.
-        retries: Number of further attempts to begin one.
         environment: Variables of the environment of a server that is started.
 
     Raises:
@@ -102,8 +97,7 @@ def mcp(
     for name, value in (("connect_timeout_s", connect_timeout_s), ("timeout_s", 1 if timeout_s is None else timeout_s)):
         if not value > 0:
             raise ValueError(f"mcp takes a positive {name}, got {value}")
-    limits = float(connect_timeout_s), retries, timeout_s
-    server = McpServer(address, _command(address), dict(environment or {}), *limits)
+    server = McpServer(address, _command(address), dict(environment or {}), float(connect_timeout_s), timeout_s)
     with ThreadPoolExecutor(1) as pool:  # this thread may have an event loop
         listed = pool.submit(asyncio.run, _list(server)).result()
     unknown = sorted(set(only or ()) - listed.keys())
@@ -189,21 +183,15 @@ class McpSession:
         import mcp.client.stdio
         import mcp.client.streamable_http  # noqa: F401 - seconds, which are not the server's
 
-        for attempt in range(self._server.num_retries + 1):
-            try:
-                async with AsyncExitStack() as stack:
-                    async with asyncio.timeout(self._server.connect_timeout_s):
-                        session = await stack.enter_async_context(_connected(self._server))
-                    begun.set_result(session)
-                    await self._closing.wait()
-                    return
-            except Exception as error:  # noqa: BLE001 - of a server
-                if begun.done():
-                    return  # while it was closed, or since the server has ended
-                if attempt == self._server.num_retries or isinstance(error, ValueError):
-                    begun.set_exception(_failure(self._server, error))
-                    return
-            await asyncio.sleep(PAUSE_S)
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(self._server.connect_timeout_s):
+                    session = await stack.enter_async_context(_connected(self._server))
+                begun.set_result(session)
+                await self._closing.wait()
+        except Exception as error:  # noqa: BLE001 - of a server
+            if not begun.done():  # else it was closed, or the server has ended
+                begun.set_exception(_failure(self._server, error))
 
 
 class SharedSession:
