@@ -328,3 +328,8 @@ class Page:
 def make_app(runs: Runs) -> Starlette:
     """Returns the application without its guard."""
     return Starlette(routes=Page(runs).routes())
+
+
+def _file_answer(file: Path) -> Callable[[Request], Response]:
+    content, kind = file.read_bytes(), TYPES[file.suffix]
+    return lambda _: Response(content, 200, {"cache-control": "no-cache"}, kind)
