@@ -71,7 +71,6 @@ WITHOUT_JAX = [
     "groupax.data.files",
     "groupax.core.settings.fields",
     "groupax.rewards.runner",
-    "groupax.rewards.workers",
     "groupax.engine.constraints",
     "groupax.engine.plan",
     "groupax.engine.scheduler",
