@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import signal
@@ -38,7 +39,8 @@ Sandbox = Literal["bwrap", "none"]
 MAX_OUTPUT_BYTES = 1 << 16
 FILE_BYTES = 16 << 20  # size of each file, and of all files in /tmp together
 NUM_FILES = 64  # open files of a process
-NUM_PROCESSES = 16  # threads, where each run has its own user; else memory limits them
+NUM_PROCESSES = 16  # concurrent threads
+COUNTS_BY_NAMESPACE = (5, 14)  # the Linux from which on other threads of an ordinary user do not count
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 FIRST_USER = 61_184  # nobody assigns user ids above it (systemd's container range); each run has its own
 NAMESPACES = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
@@ -154,6 +156,7 @@ def start_isolated(
         The process, and its limits, which its first frame must hold.
     """
     is_root, is_isolated = os.geteuid() == 0, sandbox == "bwrap"
+    kernel = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
     python = str(Path(sys.executable).resolve()) if is_isolated else sys.executable  # the sandbox has no venv
     command = [*(_bubblewrap(_bwrap()) if is_isolated else []), python, "-P", "-s", "-S"]
     process = subprocess.Popen(
@@ -171,7 +174,7 @@ def start_isolated(
         "memory_bytes": limits.memory_bytes,
         "file_bytes": FILE_BYTES,
         "num_files": NUM_FILES,
-        "num_processes": NUM_PROCESSES if is_isolated and is_root else 0,
+        "num_processes": NUM_PROCESSES if is_isolated and (is_root or kernel >= COUNTS_BY_NAMESPACE) else 0,
         "paths": site.getsitepackages([sys.base_prefix if is_isolated else sys.prefix]),
         "filter": filter_program(platform.machine()).hex() if is_isolated else "",
     }

@@ -70,7 +70,7 @@ class SolutionPeer(Peer):
         """Executes an operation and sends its result."""
         number, operation, nodes, names, text = receive_frame(self.reader)
         args, output = [self.decode(node) for node in nodes], io.BytesIO()
-        sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode(errors="replace")), "utf-8")
+        sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode(errors="replace")), "utf-8", newline="\n")
         sys.stdout = io.TextIOWrapper(output, "utf-8", write_through=True)
         num = len(args) - len(names)
         try:
@@ -239,17 +239,17 @@ class TestPeer(Peer):
             if self.is_broken:
                 raise BrokenError
             number, values = os.urandom(8).hex(), [*args, *kwargs.values()]
-            nodes = [self.encode(value) for value in values]
+            nodes, text = [self.encode(value) for value in values], sys.stdin.read()
             try:
-                send_frame(self.writer, [number, operation, nodes, list(kwargs), sys.stdin.read()])
+                send_frame(self.writer, [number, operation, nodes, list(kwargs), text])
                 echo, succeeded, node, changes, printed, rest = receive_frame(self.reader)
                 if echo != number or type(succeeded) is not bool:
                     raise ValueError("a reply to another request")
                 value = self.decode(node)
                 for index, changed in changes:
                     _replace_contents(dict(enumerate(values))[index], self.decode(changed))
-                if not succeeded and not isinstance(value, BaseException):
-                    raise ValueError("an error that is none")
+                if not (succeeded or isinstance(value, BaseException)) or not text.endswith(rest):
+                    raise ValueError("an error that is none, or another input")
                 sys.stdout.write(printed)
                 sys.stdin = io.StringIO(rest)
             except Exception as error:
