@@ -129,7 +129,6 @@ def test_a_right_solution_as_models_write_it(text, prompt):
         ("```bash\npip install x\n```\n\n```python\nok\n```", "ok\n"),
         ("```python\nok\n```\nIt prints\n```text\n3\n```\nRun it:\n```bash\npython f.py\n```", "ok\n"),
         ("``` py title=f.py\nok\n```", "ok\n"),
-        ("~~~python\nok\n~~~", "ok\n"),
         ("```python\r\nok\r\n```\r\nend", "ok\r\n"),
         ("````python\nok\n```\nok\n````", "ok\n```\nok\n"),
         ("> ```python\n> ok\n> ```", "ok\n"),

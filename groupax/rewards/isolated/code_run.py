@@ -107,8 +107,6 @@ class SolutionPeer(Peer):
         """Returns the reference to an object that stays here."""
         if type(value) is type(sys):
             return ["module"]
-        if isinstance(value, (type({}.keys()), type({}.values()), type({}.items()))):
-            return self.encode(list(value))
         return ["object", self._number(value)]
 
     def decode_object(self, kind: str, parts: list[Any]) -> Any:
