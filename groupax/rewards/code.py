@@ -170,10 +170,10 @@ def _prompt_text(prompt: Any) -> str:
 
 
 @lru_cache
-def _stub(prompt: str, entry_point: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Returns the statements of a prompt, or of its code block, that defines the entry point, without that definition.
+def _stub(prompt: str, entry_point: str) -> tuple[str, ...]:
+    """Returns the imports, helpers and constants of a prompt, or of its code block, that defines the entry point.
 
-    They are imports, helpers and constants, each with the names that it binds. There are none if no source defines it.
+    There are none if no source defines it.
     """
     name = entry_point.rpartition(".")[2]
     for source in [prompt, *(source for _, source in _blocks(prompt))] if name and name in prompt else []:
@@ -188,15 +188,5 @@ def _stub(prompt: str, entry_point: str) -> tuple[tuple[str, tuple[str, ...]], .
             and any(isinstance(inner, DEFINITIONS) and inner.name == name for inner in ast.walk(each))
         ]
         if found:
-            others = [each for each in statements if isinstance(each, TRUSTED) and each not in found]
-            return tuple((ast.unparse(each), tuple(_bound(each))) for each in others)
+            return tuple(ast.unparse(each) for each in statements if isinstance(each, TRUSTED) and each not in found)
     return ()
-
-
-def _bound(statement: ast.stmt) -> list[str]:
-    """Returns the names that a statement binds."""
-    if isinstance(statement, DEFINITIONS):
-        return [statement.name]
-    if isinstance(statement, (ast.Import, ast.ImportFrom)):
-        return [alias.asname or alias.name.partition(".")[0] for alias in statement.names]
-    return [each.id for each in ast.walk(statement) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]

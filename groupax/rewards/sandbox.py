@@ -65,7 +65,7 @@ def passes(
     limits: Limits,
     sandbox: Sandbox = "bwrap",
     entry_point: str = "",
-    stub: Sequence[tuple[str, Sequence[str]]] = (),
+    stub: Sequence[str] = (),
 ) -> bool:
     """Returns whether the tests run to their end with the names that the solution defines.
 
@@ -78,7 +78,7 @@ def passes(
         limits: Resources that the run may use.
         sandbox: "none" runs both processes with this process's permissions.
         entry_point: A name that is the solution's even where Python has a built-in one.
-        stub: Statements with the names that they bind, which the tests see instead of the solution's.
+        stub: Statements that run before the tests, if they can, so that these see its names, not the solution's.
 
     Raises:
         RunError: bubblewrap is not installed or cannot work here, and `sandbox` is not "none".
