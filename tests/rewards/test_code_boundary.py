@@ -80,9 +80,9 @@ except ZeroDivisionError as e: assert 'division' in str(e)
 assert issubclass(E, ValueError)
 """,
     "types as arguments": """
-def f(g, xs): return [g(x) for x in xs]
+def f(g, operation): return [g(x) for x in operation]
 # tests
-assert f(int, ['1']) == [1]
+assert f(int, operation=['1']) == [1]
 """,
     "generators and iterators, both ways": """
 def g(n):

@@ -229,7 +229,7 @@ class TestPeer(Peer):
         self.lock = _thread.RLock()
         self.is_broken = False
 
-    def request(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+    def request(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of an operation on the other side, or raises what it raises there.
 
         The solution's output appears where the tests print, and its input is the standard input of the tests.
