@@ -51,11 +51,11 @@ COMMANDS = {
     ),
     "replay": (
         "groupax.cli.replay:replay",
-        "compute a step of a run again: groupax replay RUN_DIR --step N [--why] [--with key=value]",
+        "compute a step of a run again: groupax replay RUN_DIR --step N [--stage reward]",
     ),
     "bisect": (
         "groupax.cli.bisect:bisect",
-        "find the step and rows where a metric went wrong: groupax bisect RUN_DIR --until 'kl > 1'",
+        "find the step where a metric went wrong: groupax bisect RUN_DIR --until 'kl > 1'",
     ),
     "checkpoints": (
         "groupax.cli.models:checkpoints",
@@ -63,12 +63,12 @@ COMMANDS = {
     ),
     "launch": (
         "groupax.cli.launch:launch",
-        "start one program as several processes: groupax launch local | slurm | ray [options] -- train ...",
+        "start one program as several processes: groupax launch local | slurm [options] -- train ...",
     ),
     "view": ("groupax.cli.view:view", "show runs on a live local web page: groupax view RUN_DIR [RUN_DIR ...]"),
     "plan": (
         "groupax.cli.plan:plan",
-        "estimate memory and step time on other hardware: groupax plan --model MODEL --devices h100-8",
+        "estimate the memory of a run on other hardware: groupax plan --model MODEL --devices h100-8",
     ),
     "inspect": ("groupax.cli.models:inspect", "describe a model and its memory, or what an adapter trains"),
     "merge": ("groupax.cli.models:merge", "merge an adapter into its base"),

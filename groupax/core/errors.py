@@ -11,7 +11,6 @@ EXTRAS = {
     "mcp": ("mcp",),
     "openenv": ("websockets",),
     "quantize": ("qwix",),
-    "ray": ("ray",),
     "s3": ("s3fs",),
     "serve": ("llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
     "tensorboard": ("tensorboardX",),

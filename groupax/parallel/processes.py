@@ -28,10 +28,9 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
-from pathlib import Path
 from typing import Any
 
-from groupax.core.errors import RewardError, RunError, require
+from groupax.core.errors import RewardError, RunError
 from groupax.core.settings import environment as env
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -570,21 +569,3 @@ def _end() -> None:
         _peers.leave()
     if _peers.failed:
         end_now()
-
-
-def connect_to_ray(address: str | None = None, working_dir: Path | None = None) -> None:
-    """Connects to a cluster as a driver, unless this process is connected.
-
-    Args:
-        address: Address of the cluster; None for the cluster of this machine, or a new one on it.
-        working_dir: Folder that is copied to all hosts.
-
-    Raises:
-        ValueError: ray is not installed.
-    """
-    require("ray", "running on a cluster of ray")
-    import ray
-
-    if not ray.is_initialized():
-        runtime_env = None if working_dir is None else {"working_dir": str(working_dir)}
-        ray.init(address=address, runtime_env=runtime_env)

@@ -33,7 +33,7 @@ from groupax.parallel.mesh import num_data_shards, splits_model
 from groupax.training.images import computed_features, known_features
 from groupax.training.memory import UpdateMemory, compute_dtype, efficiency_metrics, explain_out_of_memory
 from groupax.training.optimizer import make_optimizer, make_schedule
-from groupax.training.packing import MicroBatch, Packed, attention_cost_with, denominators, pack, pack_parts, unpack
+from groupax.training.packing import MicroBatch, Packed, attention_cost_with, denominators, pack, unpack
 from groupax.training.shapes import Shape
 from groupax.training.state import (
     TrainState,
@@ -244,23 +244,6 @@ class Learner:
         if self.settings.objective.entropy_bonus:
             metrics["policy_loss"] = policy_loss(metrics, coef, self.config, self.settings.objective)
         return metrics
-
-    def gradients(self, rows: Sequence[Row], parts: Sequence[Sequence[int]]) -> Iterator[Params]:
-        """Yields the gradient of each part of a step's rows: of their terms of the step's loss, without an update.
-
-        The gradients of parts that have each row once add up to the step's, but for the load-balancing loss of a
-        mixture of experts, which is that of the part alone. What later updates compute does not change.
-        """
-        shapes = self.shapes
-        try:
-            rows, counts, coef = self._prepared(rows)
-        finally:
-            self.shapes = shapes
-        cost = attention_cost_with(self.execution.attention)
-        for packed in pack_parts(rows, parts, self.num_shards, self.settings.share_prefix, cost, self.config.vision):
-            accumulator, _ = self._accumulate([packed], counts, coef, self.dropout_rate)
-            with self.device_lock:
-                yield all_reduce(accumulator, config=self.config, mesh=self.mesh).grads
 
     def _prepared(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Denominators, float]:
         """Returns rows with their policy masks, the step's denominators, and the weight of the entropy bonus."""

@@ -70,7 +70,6 @@ def _code(text):
 IMPORTS = {
     "import easydel as ed": "import groupax.compat.easydel as ed",
     "from easydel.trainers import": "from groupax.compat.easydel import",
-    "from eformer.executor.ray import": "from groupax.satellites.launch.ray_functions import",
     "from trl import": "from groupax.compat.trl import",
     "from peft import": "from groupax.compat.hf import",
     "from transformers import BitsAndBytesConfig": "from groupax.compat.hf import BitsAndBytesConfig",
@@ -100,8 +99,12 @@ TUTORIAL = {
     "max_prompt_length = 2048": "max_prompt_length = 512",
     "max_completion_length = 2048": "max_completion_length = 64",
     "num_train_epochs=3": "num_train_epochs=1",
-    '"v4-64"': '"v4-8"',
-    '["math_verify"]': "[]",  # needs a network
+    # started on each host instead of through Ray
+    "import ray # For distributed computing\n": "",
+    "from eformer.executor.ray import TpuAcceleratorConfig, execute": "",
+    "ray.init()\n": "",
+    'TpuAcceleratorConfig(\n    "v4-64"': 'dict(\n    name="v4-64"',
+    "@execute(tpu_config)\n@ray.remote\n": "",
     "/dev/shm": "{shm}",
 }
 PROGRAM = {
@@ -134,8 +137,8 @@ TABLE = {
     "002": {
         0: Not(SHELL),
         1: Run(by="test_rows_and_variables"),
-        2: Run(TUTORIAL, by="test_the_tutorial_runs_on_ray"),
-        3: Run(by="test_the_tutorial_runs_on_ray"),
+        2: Run(TUTORIAL, by="test_the_tutorial_runs"),
+        3: Run(by="test_the_tutorial_runs"),
     },
     "003": {
         0: Run(TRL_STEPS),

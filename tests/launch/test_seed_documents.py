@@ -130,18 +130,10 @@ def test_python_blocks_run(document, folders, tmp_path):
 
 
 @pytest.mark.long
-def test_the_tutorial_runs_on_ray(folders, tmp_path):
-    """On a cluster that Ray starts for it: one machine, whose chips are only said to be there."""
+def test_the_tutorial_runs(folders, tmp_path):
     pytest.importorskip("math_verify")
-    pytest.importorskip("ray")
     (tmp_path / "grpo_math_finetune.py").write_text(the_block("002", 2, {**folders, "shm": tmp_path}))
-    out = finished(
-        ["bash", "-euc", the_block("002", 3, folders)],
-        tmp_path,
-        RAY_OVERRIDE_RESOURCES='{"TPU": 4}',
-        RAY_USAGE_STATS_ENABLED="0",
-    )
-    assert "(host 0 " in out
+    finished(["bash", "-euc", the_block("002", 3, folders)], tmp_path)
     run_folder = tmp_path / "EasyDeL-Checkpoints" / "GRPOTrainer"
     [line] = (run_folder / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["step"] == 1

@@ -34,14 +34,11 @@ PAGES = ["algorithm.md", "datasets.md", "rewards.md", "evaluation.md", "coming_f
 
 HEAVY_PAGES = ["engine.md", "episodes.md", "lora.md", "adapters.md", "sft.md", "replay.md"]
 TUTORIALS = ["first_reward.md", "hacked_reward.md", "reading_a_run.md"]  # each goes on where the one before has ended
-# Pages whose Python is run by other tests than `test_python_blocks_run`, and those whose Python cannot run here.
+# Pages whose Python is run by other tests than `test_python_blocks_run`.
 RUN_ELSEWHERE = {
     "README.md": "test_the_readme_s_example_trains",
     "monitoring.md": "tests/runs/test_rollout_log.py and tests/runs/test_trackers.py",
     "serving.md": "test_the_clients_of_the_page_about_serving_are_answered",
-}
-NOT_RUN = {
-    "launching.md": "ray starts actors on the hosts of a TPU slice; tests/launch/test_ray.py has stand-ins for these"
 }
 
 
@@ -63,7 +60,7 @@ def python_blocks(page):
 
 def test_all_python_of_the_pages_is_run_or_has_a_reason():
     with_python = [page.name for page in [ROOT / "README.md", *DOCS.glob("*.md")] if python_blocks(page)]
-    assert sorted(with_python) == sorted([*PAGES, *HEAVY_PAGES, *TUTORIALS, *RUN_ELSEWHERE, *NOT_RUN])
+    assert sorted(with_python) == sorted([*PAGES, *HEAVY_PAGES, *TUTORIALS, *RUN_ELSEWHERE])
 
 
 def as_a_reader(page, namespace):
@@ -182,7 +179,7 @@ def test_pages_name_all_that_there_is(page, names):
 
 
 TAKE_SETTINGS = ("train", "sft", "plan", "resume")
-COMMAND = re.compile(r"(?:\bgroupax|--) (launch (?:local|slurm|ray)|[a-z_]+)((?: +(?!-- |groupax |#)\S+)*)")
+COMMAND = re.compile(r"(?:\bgroupax|--) (launch (?:local|slurm)|[a-z_]+)((?: +(?!-- |groupax |#)\S+)*)")
 
 
 def help_of(command):
@@ -197,7 +194,7 @@ def test_the_options_of_commands_on_the_pages_exist():
     settings = {f"--{field.name}" for config in (GRPOConfig, SFTConfig) for field in fields(config)}
     known = {
         name: {*re.findall(r"--\w+", help_of(name)), *(settings if name in TAKE_SETTINGS else ())}
-        for name in [*COMMANDS, *(f"launch {launcher}" for launcher in ("local", "slurm", "ray"))]
+        for name in [*COMMANDS, *(f"launch {launcher}" for launcher in ("local", "slurm"))]
     }
     wrong, num_checked = [], 0
     for page in [ROOT / "README.md", *DOCS.glob("*.md")]:

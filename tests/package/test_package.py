@@ -33,7 +33,6 @@ from groupax.core.errors import EXTRAS
 from groupax.core.settings.command_line import Positional, all_options, parsed
 from groupax.recipes import load_recipe
 from groupax.recipes.arithmetic.problems import generate, solve
-from groupax.satellites.launch.ray_functions import Ray
 from groupax.satellites.launch.slurm import Slurm
 
 PACKAGE = Path(__file__).parents[2] / "groupax"
@@ -92,7 +91,6 @@ WITHOUT_JAX = [
     "groupax.satellites.launch.local",
     "groupax.satellites.launch.slurm",
     "groupax.parallel.accelerators",
-    "groupax.satellites.launch.ray_functions",
     "groupax.satellites.view.server",
     "groupax.recipes.gsm8k",
     "groupax.runs.checkpoints.store",
@@ -297,7 +295,6 @@ NEED = {
     "view": ["view", "{tmp}"],
     "quantize": ["generate", "--model", "nowhere", "--prompt", "a", "--weights", "int8"],
     "math": ["eval", "--model", "nowhere", "--dataset", "{tmp}/rows.jsonl", "--reward_funcs", "math_accuracy"],
-    "ray": ["launch", "ray", "--", "train"],
     "s3": ["resume", "s3://bucket/run"],
     "gcs": ["resume", "gs://bucket/run"],
 }
@@ -356,7 +353,7 @@ def test_usage_names_what_belongs_where(command, usage, capsys):
         ("train --max_steps 3 4 -x", "unexpected arguments: 4 -x"),
         ("sft --recipe arithmetic", "there is no flag --recipe"),
         ("eval --max-token 3", "there is no flag --max-token; did you mean --max_tokens or --max_turn_tokens?"),
-        ("replay RUN --wyth x=1", "there is no flag --wyth; did you mean --with?"),
+        ("replay RUN --stap 1", "there is no flag --stap; did you mean --step?"),
         ("merge A B C", "unexpected arguments: C"),
         ("init run.yaml --modle x", "there is no flag --modle; did you mean --model?"),
         ("launch slurm --tyme 1 -- train", "there is no flag --tyme; did you mean --time?"),
@@ -369,7 +366,7 @@ def test_unknown_flags_name_the_nearest(command, message, capsys):
     assert capsys.readouterr().err == f"groupax {command.split()[0]}: {message}{end}"
 
 
-KINDS = [Train, Init, SFT, Eval, Generate, Serve, Replay, Bisect, Checkpoints, View, PlanCommand, Local, Slurm, Ray]
+KINDS = [Train, Init, SFT, Eval, Generate, Serve, Replay, Bisect, Checkpoints, View, PlanCommand, Local, Slurm]
 KINDS += [Compare, Report, Inspect, Merge, Convert, Quantize, Push]
 
 

@@ -83,8 +83,6 @@ def test_an_episode_is_a_chat_with_its_calls(tmp_path):
         assert ask(port, "text", **where, turn=0, call=1)["text"] == "result " * 600
         assert ask(port, "text", **where, turn=1)["text"] == "turn 1"
         assert "with a call 2" in ask(port, "text", 404, **where, turn=0, call=2)["error"]
-        pushes = ask(port, "tokens", **where, channel="advantage x ratio")["rows"]["0"]  # with advantages of turns
-        assert pushes["dropped"] == [None] * pushes["length"]
         tokens = ask(port, "tokens", **where, channel="policy_logps")["rows"]["0"]
         for part in chat:
             if part["role"] == "assistant":

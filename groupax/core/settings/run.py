@@ -176,17 +176,3 @@ QUIET: dict[str, Any] = {
 }
 # Settings that no step depends on.
 UNSEEN = frozenset({"output_dir", "resume", "progress_bar", "run_name", "project", "track_memory", *QUIET})
-# Settings by which steps are numbered, and those that the saved weights and optimizer state depend on.
-OF_SCHEDULE = (
-    "seed",
-    "num_iterations",
-    "updates_per_rollout",
-    "max_staleness",
-    "prompt_order",
-    "drop_last",
-    "adapters",
-)
-OF_SHAPES = (
-    *("lora_r", "lora_target_modules", "lora_bias", "lora_modules_to_save", "base_weights", "dtype", "optimizer"),
-    *("momentum", "freeze_vision_tower"),
-)
