@@ -49,8 +49,6 @@ def test_unknown_fields_fail_with_the_nearest_name(make, wrong, nearest):
     config = make()
     with pytest.raises(TypeError, match=f"no field '{wrong}'"):
         setattr(config, wrong, 1)
-    with pytest.raises(AttributeError, match=f"no field '{wrong}'"):
-        getattr(config, wrong)
 
 
 @pytest.mark.parametrize("make", [trl.GRPOConfig, trl.RLOOConfig, trl.SFTConfig, ed.GRPOConfig])
@@ -91,7 +89,7 @@ def test_every_field_without_effect_warns_with_the_reason(make):
         ({"activation_checkpointing": False}, {"gradient_checkpointing": "none"}),
         ({"gradient_checkpointing": False}, {"gradient_checkpointing": "none"}),
         ({}, {"gradient_checkpointing": "auto", "dtype": "auto", "prompts_per_step": 1, "drop_last": True}),
-        ({"evaluation_strategy": "steps", "eval_steps": 250}, {"eval_steps": 250}),
+        ({"eval_strategy": "steps", "eval_steps": 250}, {"eval_steps": 250}),
         ({"eval_strategy": "epoch", "save_strategy": "epoch"}, {"eval_steps": 24, "save_steps": 24}),
         ({"save_strategy": "no"}, {"save_steps": 0, "do_last_save": False}),
         ({"max_prompt_length": 64}, {"max_prompt_length": 64, "prompt_overflow": "truncate_left"}),
@@ -116,12 +114,6 @@ def test_trl_settings_become_native_ones(settings, expected):
 @pytest.mark.parametrize(
     ("settings", "message", "expected"),
     [
-        ({"entropy_coef": 0.01, "top_entropy_quantile": 0.2}, "where TRL takes it over the kept ones", {}),
-        (
-            {"top_entropy_quantile": 0.2, "gradient_accumulation_steps": 2},
-            "where TRL has one of each of its 2 micro-batches",
-            {},
-        ),
         (
             {"lr_scheduler_type": "constant", "warmup_steps": 10},
             "'constant' has no warm-up",
@@ -153,6 +145,11 @@ def test_settings_that_differ_from_trls_warn(settings, message, expected):
         ({"per_device_train_batch_size": 6, "steps_per_generation": 1}, "6 completions.*not a multiple of num_gen"),
         ({"generation_batch_size": 12}, "must be a multiple of the completions of a micro-batch, 8"),
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "both set"),
+        ({"gradient_accumulation_steps": 3, "steps_per_generation": 4}, "4 must be a multiple of .* 3, or with num_it"),
+        (
+            {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 2},
+            "end where generations do",
+        ),
         ({"optim": "galore_adamw"}, "optim 'galore_adamw' is not supported; choose from adamw"),
         ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "are not supported; choose from min_lr"),
         ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"min_lr": 1e-7}}, "'constant' never reaches min_lr"),
@@ -203,7 +200,6 @@ def test_evaluations_are_sampled_as_rollouts_are():
         ({"vllm_importance_sampling_clip_max": 2.0}, "own engine",
          {"rollout_correction": "sequence_mask", "rollout_correction_max": 2.0}),
         ({"vllm_structured_outputs_regex": "[0-9]+"}, "", {"regex": "[0-9]+", "rollout_correction": "sequence_mask"}),
-        ({"vllm_guided_decoding_regex": "[0-9]+"}, "", {"regex": "[0-9]+"}),
         ({"use_vllm": False, "vllm_structured_outputs_regex": "a"}, "no effect without use_vllm", {"regex": None}),
     ],
     ids=str,
@@ -261,8 +257,8 @@ def test_easydel_sampling_comes_from_the_config_and_then_from_the_inference():
         config = with_sampling(ed.GRPOConfig(top_k=5, temperature=0.5), inference).to_native()
     assert (config.max_completion_length, config.num_generations, config.top_k) == (9, 3, 5)
     assert (config.temperature, config.repetition_penalty) == (0.5, 1.1)
-    with pytest.warns(CompatWarning, match="vInference's seed=1 changes nothing in groupax: set seed in GRPOConfig"):
-        ed.vInference(None, seed=1)
+    with pytest.raises(ValueError, match="greedy completions of a prompt do not differ"):
+        ed.vInference(None, do_sample=False)
     with pytest.raises(TypeError, match="no setting 'max_new_token'; did you mean max_new_tokens"):
         ed.vInference(None, max_new_token=9)
 
@@ -402,7 +398,7 @@ def test_easydel_models(folder):
     with pytest.warns(CompatWarning) as warned:
         model = load(sharding_axis_dims=(1, -1, 1, 1, 1), param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
     text = " ".join(str(each.message) for each in warned)
-    assert "attn_softmax_dtype=bfloat16: groupax computes the softmax of attention in float32" in text
+    assert "changes nothing in groupax: attention weights are computed in float32" in text
     assert model.model.params["layers"][0]["gate"].addressable_shards[0].data.shape[1] * 4 == 32
     settings = {"gradient_checkpointing": "full", "kv_cache_dtype": "bfloat16", "dtype": "bfloat16"}
     assert model.trainer_settings == {**settings, "attn_implementation": "plain"}
@@ -453,16 +449,15 @@ def test_a_trl_trainer_with_callbacks_and_the_run_state(folder, tmp_path):
             control.should_training_stop = state.global_step == 2
             return control
 
-        def on_substep_end(self, args, state, control, **more):
-            raise AssertionError
+        def on_epoch_end(self, args, state, control, **more):
+            calls.append(("epoch", state.epoch))
 
     def reward(completions, trainer_state, **kwargs):
         states.append((trainer_state.global_step, trainer_state.max_steps))
         return [float(text.count("a")) for text in completions]
 
     trainer = trl.GRPOTrainer(str(folder), partial(reward), a_config(tmp_path), PROMPTS, callbacks=[Watch()])
-    with pytest.warns(CompatWarning, match="Watch's on_substep_end will not be called"):
-        out = trainer.train()
+    out = trainer.train()
     assert out.global_step == trainer.state.global_step == 2
     assert calls == ["begin", ("log", 1, True), ("log", 2, True), ("log", 2, False)]  # the last one is of the whole run
     assert states == [(0, 3), (1, 3)]

@@ -27,7 +27,6 @@ from groupax.models.weights.saving import join_tensors, save_adapter, save_model
 from groupax.parallel import processes
 
 DEFAULT_NEW_TOKENS = 20  # without max_new_tokens and max_length
-_CHANGING = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 
 
 def parameters_of(model: Model) -> Iterator[tuple[str, np.ndarray, bool]]:
@@ -91,16 +90,15 @@ def _parameter_class() -> Any:
     """Returns the class of these parameters, which needs PyTorch."""
     import torch
 
-    class ReadOnlyParameter(torch.Tensor):
-        """A copy of a weight; changes of it are refused, since they would not reach the model."""
+    class Copy(torch.Tensor):
+        """A copy of a weight, which refuses to be changed, since the model would not change with it."""
 
         _is_param = True
 
         @classmethod
         def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = function.__name__
-            is_in_place = name.endswith("_") and not name.endswith("__")
-            if (is_in_place or name in _CHANGING) and isinstance(args[0], cls):
+            if name == "__set__" or (name.endswith("_") and not name.endswith("__") and isinstance(args[0], cls)):
                 raise RuntimeError(
                     f"{name} would change a copy of a weight of compat.hf's model, not the model; train with an "
                     "adapter to freeze weights, or load the model with transformers and pass that to the trainer"
@@ -108,19 +106,11 @@ def _parameter_class() -> Any:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
 
-    return ReadOnlyParameter
+    return Copy
 
 
 def save_policy(trainer: Any, folder: Any) -> None:
-    """Saves a native trainer's current policy into a folder that may hold other files, even the run's own folder.
-
-    All processes must call this; the primary process writes.
-    """
-    own = trainer.run_folder.path
-    if Path(folder).resolve() == own.resolve():
-        warn(f"{folder} is the run's folder, which has its own config.json; the model is saved in {own / 'model'}")
-        trainer.save_model()
-        return
+    """Saves a native trainer's current policy into a folder that may hold other files. All processes must call this."""
     save_into(trainer.save_model, folder, source_folders(trainer.model), processes.run_on_primary)
 
 
@@ -142,13 +132,14 @@ def save_into(
         ForeignFilesError: The folder holds files of a model that groupax did not write.
         ValueError: The folder is, contains or is inside one of the sources.
     """
-    check_disjoint(Path(folder), sources)
-    if on_primary(lambda: is_replaceable(Path(folder))):
-        save(Path(folder))
+    folder = Path(folder)
+    check_disjoint(folder, sources)
+    if on_primary(lambda: is_replaceable(folder)):
+        save(folder)
         return
     with tempfile.TemporaryDirectory() as name:
         save(Path(name) / "model")
-        on_primary(lambda: merge_into_folder(Path(name) / "model", Path(folder)))
+        on_primary(lambda: merge_into_folder(Path(name) / "model", folder))
 
 
 # Arguments of `from_pretrained` without effect in groupax, each with the reason.
@@ -196,25 +187,15 @@ GENERATION: dict[str, Any] = {
 def generation_settings(model: Model, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of `generate`: the arguments, else the model's generation config, else the defaults."""
     stored = model.generation_config or model.hf_config  # older folders have generation settings in config.json
-    sources = [{name: source.get(name) for name in GENERATION} for source in (stored, given)]
-    settings = GENERATION | {name: value for each in sources for name, value in each.items() if value is not None}
-    if given.get("max_length") is not None and settings["max_new_tokens"] is not None:
-        used = f"max_new_tokens={settings['max_new_tokens']} is used"
-        warn(f"generate's max_length={given['max_length']} changes nothing: {used}")
-    return settings
+    sources = {name: value for name, value in stored.items() if name in GENERATION}, given
+    return GENERATION | {name: value for each in sources for name, value in each.items() if value is not None}
 
 
 class Architecture:
     """A read-only view of a model's architecture: groupax's `ModelConfig`, then the other fields of config.json."""
 
     def __init__(self, model: Model) -> None:
-        vars(self)["_configs"] = model.config, model.hf_config
-
-    def __getattr__(self, name: str) -> Any:
-        own, stored = object.__getattribute__(self, "_configs")  # which a copy lacks at first
-        if not hasattr(own, name) and name not in stored:
-            raise AttributeError(f"the model's config has no {name!r}{nearest(name, stored)}")
-        return getattr(own, name) if hasattr(own, name) else stored[name]
+        vars(self).update({**model.hf_config, **vars(model.config)})
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("use_cache", "pad_token_id", "pretraining_tp"):
@@ -323,7 +304,7 @@ class CausalLM:
             seed: Seed of the sampling.
             settings: Any of `GENERATION`. A missing or None value comes from the model's generation_config.json, else
                 from `GENERATION`. `max_length` counts the S prompt tokens too and yields to `max_new_tokens`; without
-                both a completion has at most 20 tokens. `use_cache` and `synced_gpus` have no effect.
+                both a completion has at most 20 tokens. `use_cache` has no effect.
 
         Returns:
             [B * num_return_sequences, S + T] tokens, an array or tensor like `input_ids`. Shorter rows are filled up
@@ -334,7 +315,7 @@ class CausalLM:
             ValueError: Prompts are padded on the right, or `max_length` leaves no room for a completion.
         """
         for name in settings:
-            if name not in (*GENERATION, "use_cache", "synced_gpus"):
+            if name not in (*GENERATION, "use_cache"):
                 raise TypeError(f"generate has no argument {name!r}{nearest(name, GENERATION)}")
         ids = np.asarray(input_ids, np.int32)
         mask = np.ones_like(ids) if attention_mask is None else np.asarray(attention_mask)

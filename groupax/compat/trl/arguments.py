@@ -1,5 +1,6 @@
 """The arguments of transformers' `TrainingArguments` that every trainer of TRL 1.16 has, as settings of groupax."""
 
+import dataclasses
 import logging
 import sys
 from typing import Any, ClassVar
@@ -78,7 +79,7 @@ _REFUSED = {
 }
 
 
-@arguments("TRL", inert=_INERT, refused=_REFUSED, former={"evaluation_strategy": "eval_strategy"})
+@arguments("TRL", inert=_INERT, refused=_REFUSED)
 class TrainingArguments(Arguments):
     """The arguments of every trainer of TRL, with the defaults of TRL's own class."""
 
@@ -135,9 +136,9 @@ class TrainingArguments(Arguments):
         for name in ("deepspeed", "run_name", "metric_for_best_model"):  # whose empty texts mean None there
             if getattr(self, name) == "":
                 setattr(self, name, None)
-        for name in self.FIELDS.mappings:
-            value = getattr(self, name)
-            if isinstance(value, str) and value.startswith("{"):  # other texts are paths
+        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            name, value = field.name, getattr(self, field.name)
+            if "dict[" in str(field.type) and isinstance(value, str) and value.startswith("{"):  # other texts are paths
                 setattr(self, name, parse_mapping(value, name))
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             self.metric_for_best_model = "loss"
@@ -197,7 +198,8 @@ class TrainingArguments(Arguments):
 
     def reporting_settings(self) -> dict[str, Any]:
         """Returns the settings for logging, trackers and the best checkpoint."""
-        metric = self.metric_for_best_model
+        saves = self.load_best_model_at_end or getattr(self.save_strategy, "value", self.save_strategy) != "no"
+        metric = self.metric_for_best_model if saves else None
         return {
             "metric_for_best_model": metric and f"eval_{metric.removeprefix('eval_')}",
             "greater_is_better": self.greater_is_better is not False,
@@ -231,7 +233,7 @@ class TrainingArguments(Arguments):
         return interval_steps(self.eval_strategy, every, steps_per_epoch, "eval_strategy")
 
     def saving_settings(self, steps_per_epoch: int) -> dict[str, Any]:
-        """Returns the settings for checkpoints; see `layout.TRLFolders` for what they do not say."""
+        """Returns the settings for checkpoints; see `layout.TRLFolders` for callbacks' requests."""
         self._check_best()
         strategy = getattr(self.save_strategy, "value", self.save_strategy)
         ends = strategy == "steps" and self.save_steps == 0  # only at the end

@@ -15,7 +15,7 @@ from groupax.core.settings.optimizer import BaseWeights
 from groupax.core.storage.folders import at_revision
 from groupax.events import Event, RunEnded, RunStarted, StepEnded
 from groupax.models.adapted import LowRank
-from groupax.models.lora import Adapter, LoRAConfig, as_lora_config
+from groupax.models.lora import Adapter, as_lora_config
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
 from groupax.runs.trainer import Trainer
@@ -105,12 +105,6 @@ def policy_of(
     return Policy(given, weights, peft_config, owner)
 
 
-def check_dropout(config: LoRAConfig | None) -> None:
-    """Raises a ValueError if an adapter has dropout, which `disable_dropout` would disable."""
-    if config is not None and config.lora_dropout:
-        raise ValueError("disable_dropout=True would disable the adapter's lora_dropout; set one of them to 0")
-
-
 def _check_reference(adapter: Adapter, beta: float) -> None:
     """Refuses an adapter that changes its base already, as a new one does not, if there is a reference."""
     changes = jax.tree.leaves(adapter.trained, is_leaf=lambda node: isinstance(node, LowRank))
@@ -171,20 +165,3 @@ def _master_model(trainer: Trainer) -> Model:
     model = trainer.model
     learner = trainer.learner
     return model if model.adapter is not None else replace(model, params={**learner.untrained, **learner.state.params})
-
-
-def check_generate(model: Any) -> None:
-    """Raises a ValueError if a script has written the method `generate` of its model."""
-    models = [model, model.get_base_model()] if hf.is_peft_model(model) else [model]
-    if any("generate" in vars(each) or _is_overridden(type(each)) for each in models):
-        raise ValueError(
-            "the model has a method generate of its own, which groupax would never call: sample with it in a "
-            "rollout_func of the trainer, or set use_vllm=True to sample with groupax's engine"
-        )
-
-
-def _is_overridden(cls: type) -> bool:
-    function = getattr(cls, "generate", None)
-    if function is None or function is hf.CausalLM.generate:
-        return False
-    return not str(getattr(function, "__module__", "")).startswith(("transformers.", "peft."))
