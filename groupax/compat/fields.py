@@ -79,23 +79,12 @@ def arguments(
 
     def complete(cls: type[T]) -> type[T]:
         parent: Fields = getattr(cls, "FIELDS", Fields("", {}, {}, {}))
-        annotations: dict[str, Any] = inspect.get_annotations(cls)
-        reasons: list[dict[str, str]] = [{}, {}]
-        for named, table, effect in zip(
-            reasons, (inert, refused), ("Has no effect in groupax", "Not supported"), strict=True
-        ):
-            for reason, text in table.items():
-                metadata = {"help": f"{effect}: {reason}.".replace("%", "%%")}
-                for name, default in _defaults(text).items():
-                    named[name] = reason
-                    annotations[name] = str | None if default is None else list[str] if default == [] else type(default)
-                    how: dict[str, Any] = {"default_factory": list} if default == [] else {"default": default}
-                    setattr(cls, name, dataclasses.field(**how, metadata=metadata))
-        earlier = [
-            {name: reason for name, reason in table.items() if name not in annotations}
-            for table in (parent.inert, parent.refused)
+        reasons = _declare(cls, inert, "Has no effect in groupax"), _declare(cls, refused, "Not supported")
+        redeclared = inspect.get_annotations(cls)
+        kinds = [
+            {name: reason for name, reason in earlier.items() if name not in redeclared} | own
+            for earlier, own in zip((parent.inert, parent.refused), reasons, strict=True)
         ]
-        cls.__annotations__ = annotations
         own = dataclass(cls)
         own.__init__.__annotations__.clear()  # it accepts and converts more than the fields store
         fields: tuple[Any, ...] = dataclasses.fields(own)  # pyright: ignore[reportArgumentType]
@@ -103,10 +92,24 @@ def arguments(
             field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             for field in fields
         }
-        own.FIELDS = Fields(library, defaults, earlier[0] | reasons[0], earlier[1] | reasons[1])
+        own.FIELDS = Fields(library, defaults, *kinds)
         return own
 
     return complete
+
+
+def _declare(cls: type, table: Mapping[str, str], effect: str) -> dict[str, str]:
+    """Declares the fields of a table of `arguments` in a class, and returns the reason of each."""
+    reasons: dict[str, str] = {}
+    for reason, text in table.items():
+        metadata = {"help": f"{effect}: {reason}.".replace("%", "%%")}
+        for name, default in _defaults(text).items():
+            reasons[name] = reason
+            kind = str | None if default is None else list[str] if default == [] else type(default)
+            how: dict[str, Any] = {"default_factory": list} if default == [] else {"default": default}
+            cls.__annotations__ = {**inspect.get_annotations(cls), name: kind}
+            setattr(cls, name, dataclasses.field(**how, metadata=metadata))
+    return reasons
 
 
 def _defaults(text: str) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def test_a_rollout_func_samples_whole_batches(tmp_path):
         prompts_seen.append(len(prompts))
         first = trl.generate_rollout_completions(trainer, prompts, generation_overrides={"max_tokens": 3})
         texts = [trainer.processing_class.decode(each["prompt_ids"] + each["completion_ids"]) for each in first]
-        second = trl.generate_rollout_completions(trainer, [f"{text} more" for text in texts], as_chat=False)
+        second = trl.generate_rollout_completions(trainer, [f"{text} more" for text in texts])
         sizes = [len(each["prompt_ids"]) + len(each["completion_ids"]) for each in first]
         bridges = [each["prompt_ids"][size:] for each, size in zip(second, sizes, strict=True)]
         pairs = list(zip(first, bridges, second, strict=True))

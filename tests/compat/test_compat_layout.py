@@ -103,9 +103,10 @@ def test_checkpoints_are_models_with_the_state_of_the_trainer(folder, tmp_path):
 
 @pytest.mark.heavy
 def test_callbacks_may_ask_for_checkpoints_and_the_best_one_is_loaded_at_the_end(folder, tmp_path):
-    watch = Watch({1: ["should_save", "should_evaluate"], 2: ["should_save", "should_evaluate"]})
+    watch = Watch({1: ["should_save", "should_evaluate"]})
     settings = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "num_generations_eval": 2}
-    trainer = a_trainer(folder, tmp_path, [watch], PROMPTS[:1], save_strategy="no", **settings)
+    settings |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
+    trainer = a_trainer(folder, tmp_path, [watch], PROMPTS[:1], **settings)
     trainer.train()
     assert [*watch.saved] == watch.evaluated == [1, 2]
     losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
@@ -141,16 +142,9 @@ def test_what_a_run_may_continue_from(tmp_path):
     assert split_path("checkpoint-5") == (".", 5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"save_strategy": "best"}, "save_strategy 'best' needs metric_for_best_model"),
-        ({"eval_strategy": "steps", "save_strategy": "epoch"}, "set eval_strategy 'steps' and save_strategy 'epoch'"),
-        ({"eval_strategy": "steps", "eval_steps": 2, "save_steps": 3}, "save_steps 3 is not a multiple"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_settings_of_the_best_checkpoint_that_contradict_each_other(settings, message):
-    args = trl.GRPOConfig("here", load_best_model_at_end="best" not in settings.values(), **settings)
-    with pytest.raises(ValueError, match=message):
-        args.to_native()
+@pytest.mark.parametrize("settings", [{"save_strategy": "best"}, {"load_best_model_at_end": True}], ids=str)
+def test_the_best_checkpoint_needs_evaluations(settings):
+    with pytest.raises(ValueError, match="the best checkpoint needs evaluations; set eval_strategy"):
+        trl.GRPOConfig("here", **settings).to_native()
+    native = trl.GRPOConfig("here", eval_strategy="steps", **settings).to_native()
+    assert (native.metric_for_best_model, native.greater_is_better) == ("eval_loss", False)

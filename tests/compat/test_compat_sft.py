@@ -133,7 +133,7 @@ def test_losses_are_those_of_trl_step_by_step(tmp_path):
     torch.set_num_threads(1)
     lines = map(json.loads, GSM8K.read_text().splitlines()[:15])
     rows = [{"prompt": f"{line['question']}\n", "completion": line["answer"]} for line in lines]
-    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 3}
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     settings |= {"num_train_epochs": 2, "max_length": 128, "learning_rate": 1e-3, "logging_steps": 1, "eval_steps": 4}
     settings |= {"bf16": False, "disable_tqdm": True, "save_strategy": "no", "eval_strategy": "steps"}
     settings["gradient_checkpointing"] = False

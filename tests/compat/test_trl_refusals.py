@@ -60,7 +60,6 @@ def test_every_field_takes_part_warns_or_is_refused(folder, tmp_path, kind):
     arguments = {} if kind == "SFT" else {"reward_funcs": reward}
     getattr(trl, f"{kind}Trainer")(str(folder), args=config, train_dataset=EXAMPLES, **arguments)
     while_training = {"eval_on_start", "push_to_hub", "hub_model_id", "hub_private_repo", "resume_from_checkpoint"}
-    while_training.add("per_device_eval_batch_size")
     fields = cls.FIELDS
     assert fields.defaults.keys() - fields.inert.keys() - fields.refused.keys() - read <= while_training
 

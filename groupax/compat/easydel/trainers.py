@@ -165,10 +165,8 @@ def _tokenized(examples: Any, tokenize: Callable[..., Any], tokenizer: Any) -> l
     if "input_ids" not in columns:
         raise ValueError(f"data_tokenize_fn must return input_ids, it returned {', '.join(columns)}")
     ids = columns.pop("input_ids")
-    if len(ids) != len(rows):
-        raise ValueError(f"data_tokenize_fn returned {len(ids)} rows of input_ids for {len(rows)} examples")
     masks = columns.pop("attention_mask", [np.ones(len(row)) for row in ids])
-    for index, row in enumerate(rows):
+    for index, (row, tokens, mask) in enumerate(zip(rows, ids, masks, strict=True)):
         row |= {name: np.asarray(values[index]).tolist() for name, values in columns.items()}
-        row["prompt_ids"] = np.asarray(ids[index])[np.asarray(masks[index]) > 0].tolist()
+        row["prompt_ids"] = np.asarray(tokens)[np.asarray(mask) > 0].tolist()
     return rows

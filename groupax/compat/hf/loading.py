@@ -85,13 +85,9 @@ def is_peft_model(model: Any) -> bool:
 
 def wrap_with_peft(model: Any, peft_config: Any, seed: int) -> Any:
     """Returns the PyTorch model with a new adapter of PEFT, drawn by the seed; PyTorch's state stays as it was."""
-    import torch  # which the model is of
+    import peft
+    import torch
 
-    try:
-        import peft
-    except ImportError as error:
-        how = "pip install peft, or pass the model's folder or hub id"
-        raise ImportError(f"PEFT adds the adapter of peft_config to a PyTorch model: {how}") from error
     as_lora_config(peft_config)  # refuses what groupax does not support
     if isinstance(peft_config, LoraConfig):
         peft_config = peft.LoraConfig(**vars(peft_config))

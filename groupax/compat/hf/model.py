@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,10 @@ from groupax.core.storage.hub import push_folder
 from groupax.core.storage.replacing import check_disjoint, is_replaceable, merge_into_folder
 from groupax.engine.engine import Engine
 from groupax.models.lora import PREFIX, adapter_specs, count_params, trainable_params_line
-from groupax.models.specs import CORRECTION_NAMES, HEAD, embedding_name, model_specs
+from groupax.models.specs import CORRECTION_NAMES, model_specs
 from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.nf4 import Nf4
-from groupax.models.weights.quantize import dense, dense_params, is_quantized
+from groupax.models.weights.quantize import dense, dense_params
 from groupax.models.weights.saving import join_tensors, save_adapter, save_model, source_folders, specs_by_name
 from groupax.parallel import processes
 
@@ -55,14 +55,6 @@ def parameters_of(model: Model) -> Iterator[tuple[str, np.ndarray, bool]]:
         if module in adapted and kind == "weight":
             for part in ("lora_A", "lora_B"):
                 yield f"{PREFIX}{module}.{part}.default.weight", trained[f"{module}.{part}.weight"], True
-
-
-def tied_name(model: Model) -> tuple[str, str] | None:
-    """Returns the second name of an embedding that is also the head, and its first one; None if it is not."""
-    if not model.config.tie_embeddings or model.config.num_labels:
-        return None
-    prefix = "" if model.adapter is None else PREFIX
-    return prefix + HEAD, prefix + embedding_name(model.config)
 
 
 def _tensors(specs: Any, params: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -263,19 +255,12 @@ class CausalLM:
 
     def get_parameter(self, target: str) -> Any:
         """Returns a copy of the weight of a name (see `named_parameters`)."""
-        tied = tied_name(self.model)
-        name = tied[1] if tied and target == tied[0] else target
-        for own, value, is_trained in parameters_of(self.model):
-            if own == name:
+        names = []
+        for name, value, is_trained in parameters_of(self.model):
+            if name == target:
                 return as_parameter(value, is_trained)
-        names = [own for own, *_ in parameters_of(self.model)]
+            names.append(name)
         raise AttributeError(f"the model has no weight {target!r}{nearest(target, names)}")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns copies of all weights by name (see `named_parameters`), a tied head and buffers included."""
-        state = {name: as_parameter(value, False).detach() for name, value, _ in parameters_of(self.model)}
-        tied = tied_name(self.model)
-        return {**state, tied[0]: state[tied[1]]} if tied else state
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Returns the number of parameters, or of those that are trained."""
@@ -329,7 +314,7 @@ class CausalLM:
             drawn = {name: settings[name] for name in names if settings[name] is not None}
         params = SamplingParams(
             n=settings["num_return_sequences"],
-            max_tokens=self._max_new_tokens(settings, ids.shape[1]),
+            max_tokens=_max_new_tokens(self.model, settings, ids.shape[1]),
             repetition_penalty=settings["repetition_penalty"],
             seed=seed,
             stop_token_ids=stops,
@@ -345,19 +330,6 @@ class CausalLM:
             row[: len(completion)] = completion
         out = np.concatenate([np.repeat(ids, params.n, axis=0), new], axis=1)
         return input_ids.new_tensor(out) if hasattr(input_ids, "new_tensor") else out
-
-    def _max_new_tokens(self, settings: Mapping[str, Any], num_prompt_tokens: int) -> int:
-        max_new_tokens, max_length = settings["max_new_tokens"], settings["max_length"]
-        if max_new_tokens is not None:
-            return max_new_tokens
-        if max_length is None:
-            return max(1, min(DEFAULT_NEW_TOKENS, self.model.config.max_positions - num_prompt_tokens))
-        if max_length <= num_prompt_tokens:
-            raise ValueError(
-                f"the prompts have {num_prompt_tokens} tokens, so max_length={max_length} leaves no room for a "
-                "completion; raise it, or set max_new_tokens"
-            )
-        return max_length - num_prompt_tokens
 
     def merge_and_unload(self) -> "CausalLM":
         """Returns the model with its adapter merged into the base weights."""
@@ -386,7 +358,9 @@ class CausalLM:
         if self.model.adapter is not None:
             save_into(partial(save_adapter, self.model), folder, sources)
         else:
-            save_into(partial(save_model, self.model, weights=_storage_format(self.model)), folder, sources)
+            weights = jax.tree.leaves(self.model.params, is_leaf=lambda x: isinstance(x, Nf4))
+            kind = "nf4" if any(isinstance(weight, Nf4) for weight in weights) else "same"
+            save_into(partial(save_model, self.model, weights=kind), folder, sources)
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, **inert: Any) -> str:
         """Uploads the model to the Hugging Face hub and returns its URL."""
@@ -401,11 +375,14 @@ class CausalLM:
         return Engine.of(self.model)
 
 
-def _storage_format(model: Model) -> Literal["same", "nf4"]:
-    """Returns "nf4" for a model with 4-bit weights; warns that 8-bit weights are dequantized."""
-    weights = jax.tree.leaves(model.params, is_leaf=lambda x: isinstance(x, Nf4))
-    if any(isinstance(weight, Nf4) for weight in weights):
-        return "nf4"
-    if is_quantized(model.params):
-        warn("save_pretrained: 8-bit weights are dequantized; nf4 is the only quantization that groupax writes")
-    return "same"
+def _max_new_tokens(model: Model, settings: Mapping[str, Any], num_prompt_tokens: int) -> int:
+    if settings["max_new_tokens"] is not None:
+        return settings["max_new_tokens"]
+    if settings["max_length"] is None:
+        return max(1, min(DEFAULT_NEW_TOKENS, model.config.max_positions - num_prompt_tokens))
+    if settings["max_length"] <= num_prompt_tokens:
+        raise ValueError(
+            f"the prompts have {num_prompt_tokens} tokens, so max_length={settings['max_length']} leaves no room for a "
+            "completion; raise it, or set max_new_tokens"
+        )
+    return settings["max_length"] - num_prompt_tokens

@@ -54,8 +54,8 @@ _INERT = {
         logging_first_step=False logging_nan_inf_filter=True include_num_input_tokens_seen='no'""",
     "groupax logs what changes the result, as warnings": "log_level='passive' log_level_replica='warning'",
     "evaluation uses every prompt once, with num_generations_eval completions and the settings of training": """
-        bf16_full_eval=False fp16_full_eval=False eval_do_concat_batches=True eval_use_gather_object=False
-        eval_accumulation_steps=None batch_eval_metrics=False""",
+        per_device_eval_batch_size=8 bf16_full_eval=False fp16_full_eval=False eval_do_concat_batches=True
+        eval_use_gather_object=False eval_accumulation_steps=None batch_eval_metrics=False""",
     "train() trains and evaluate() evaluates": "do_train=False do_eval=False do_predict=False",
     "checkpoints have safetensors and groupax's own state, and those of an earlier run are moved aside": """
         enable_jit_checkpoint=False overwrite_output_dir=False save_safetensors=True""",
@@ -111,7 +111,6 @@ class TrainingArguments(Arguments):
     project: str = "huggingface"
     eval_strategy: str = "no"
     eval_steps: float | None = None
-    per_device_eval_batch_size: int = 8
     eval_on_start: bool = False
     save_only_model: bool = False
     save_strategy: str = "steps"
@@ -140,7 +139,7 @@ class TrainingArguments(Arguments):
             name, value = field.name, getattr(self, field.name)
             if "dict[" in str(field.type) and isinstance(value, str) and value.startswith("{"):  # other texts are paths
                 setattr(self, name, parse_mapping(value, name))
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
+        if self._seeks_best and self.metric_for_best_model is None:
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
@@ -159,6 +158,11 @@ class TrainingArguments(Arguments):
         return logging.INFO if self.should_log else logging.WARNING
 
     # -- settings of groupax
+
+    @property
+    def _seeks_best(self) -> bool:
+        """True if an evaluation decides which checkpoint matters."""
+        return self.load_best_model_at_end or getattr(self.save_strategy, "value", self.save_strategy) == "best"
 
     def compute_settings(self) -> dict[str, Any]:
         """Returns the settings for attention, dtype and sharding."""
@@ -198,7 +202,7 @@ class TrainingArguments(Arguments):
 
     def reporting_settings(self) -> dict[str, Any]:
         """Returns the settings for logging, trackers and the best checkpoint."""
-        saves = self.load_best_model_at_end or getattr(self.save_strategy, "value", self.save_strategy) != "no"
+        saves = self._seeks_best or getattr(self.save_strategy, "value", self.save_strategy) != "no"
         metric = self.metric_for_best_model if saves else None
         return {
             "metric_for_best_model": metric and f"eval_{metric.removeprefix('eval_')}",
@@ -234,7 +238,8 @@ class TrainingArguments(Arguments):
 
     def saving_settings(self, steps_per_epoch: int) -> dict[str, Any]:
         """Returns the settings for checkpoints; see `layout.TRLFolders` for callbacks' requests."""
-        self._check_best()
+        if self._seeks_best and getattr(self.eval_strategy, "value", self.eval_strategy) == "no":
+            raise ValueError("the best checkpoint needs evaluations; set eval_strategy to 'steps' or 'epoch'")
         strategy = getattr(self.save_strategy, "value", self.save_strategy)
         ends = strategy == "steps" and self.save_steps == 0  # only at the end
         is_never = ends or strategy == "best"
@@ -246,29 +251,6 @@ class TrainingArguments(Arguments):
             "do_last_save": every > 0 or ends,
             "save_optimizer_state": not self.save_only_model,
         }
-
-    def _check_best(self) -> None:
-        """Checks the settings of the best checkpoint as transformers does.
-
-        Raises:
-            ValueError: They contradict each other.
-        """
-        saves, evaluates = (getattr(each, "value", each) for each in (self.save_strategy, self.eval_strategy))
-        if saves == "best" and self.metric_for_best_model is None:
-            raise ValueError("save_strategy 'best' needs metric_for_best_model, e.g. 'reward', or 'loss'")
-        if not self.load_best_model_at_end or saves == "best":
-            return
-        if evaluates != saves:
-            raise ValueError(
-                f"load_best_model_at_end needs evaluations where checkpoints are: set eval_strategy {evaluates!r} and "
-                f"save_strategy {saves!r} to the same, or save_strategy to 'best'"
-            )
-        every = self.eval_steps or self.logged_every()
-        if evaluates == "steps" and self.save_steps % every:
-            raise ValueError(
-                f"load_best_model_at_end needs an evaluation at each checkpoint: save_steps {self.save_steps} is not a "
-                f"multiple of eval_steps {every}"
-            )
 
     def optimizer_settings(self) -> dict[str, Any]:
         """Returns the settings for `optim`, `lr_scheduler_type` and the warm-up."""

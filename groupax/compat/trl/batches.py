@@ -12,7 +12,6 @@ from groupax.rewards.contract import reward_matrix
 from groupax.rollouts.collector import advantages_of
 from groupax.rollouts.completions import reward_metrics, trl_zero_std_frac
 from groupax.rollouts.state import UpdateSchedule, masked_ends, row_of
-from groupax.runs.build import eval_params
 from groupax.runs.checkpoints.fingerprint import Identity
 from groupax.trainer import GRPOTrainer
 from groupax.training.learner import Update
@@ -85,8 +84,6 @@ class TRLBatchTrainer(GRPOTrainer):
         arguments: Those of `groupax.GRPOTrainer`, as `named` are.
     """
 
-    eval_batch_size: int | None = None  # completions of a reward function's call in evaluations; None for all
-
     def __init__(self, schedule: UpdateSchedule, *arguments: Any, **named: Any) -> None:
         self._schedule = schedule
         super().__init__(*arguments, **named)
@@ -97,13 +94,8 @@ class TRLBatchTrainer(GRPOTrainer):
 
     def evaluate(self, params: SamplingParams | None = None, eval_dataset: Any = None) -> Evaluation:
         """Evaluates like the native trainer, with TRL's metrics too: the loss, and what belongs to it."""
-        n = (params or eval_params(self.args)).n
-        self.reward_runner.groups_per_call = self.eval_batch_size and max(1, self.eval_batch_size // n)
-        try:
-            sets = super().evaluate(params, eval_dataset).sets
-            return Evaluation({name: with_trl_metrics(self, each) for name, each in sets.items()})
-        finally:
-            self.reward_runner.groups_per_call = None
+        sets = super().evaluate(params, eval_dataset).sets
+        return Evaluation({name: with_trl_metrics(self, each) for name, each in sets.items()})
 
     def log(self, rows: Sequence[Row], update: Update, scores: Mapping[int, TokenScores]) -> None:
         """Logs an optimizer step, with the names that TRL has for metrics too."""

@@ -54,7 +54,6 @@ COUNTS = (
     "generation_batch_size",
     "num_generations",
     "num_generations_eval",
-    "per_device_eval_batch_size",
 )
 MAX_COUNT = 10**7
 

@@ -20,7 +20,10 @@ from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
 from groupax.runs.trainer import Trainer
 
-_EXACT_DTYPES = ("float32", "auto", "None")  # with which TRL trains float32 weights, as groupax does
+# Arguments of `from_pretrained` in model_init_kwargs without effect in groupax, each with the reason.
+INERT = hf.INERT | dict.fromkeys(
+    ("dtype", "torch_dtype"), "master weights are float32, and bf16 chooses the dtype of the computation"
+)
 
 
 def resolve_model(model: Any, args: TrainingArguments, quantization_config: Any) -> tuple[Any, Any]:
@@ -38,19 +41,16 @@ def resolve_model(model: Any, args: TrainingArguments, quantization_config: Any)
         if given:
             warn(f"model_init_kwargs {', '.join(given)} change nothing: the model is already loaded")
         given = {}
-    revision, dtype = given.pop("revision", None), given.pop("dtype", None) or given.pop("torch_dtype", None)
-    if str(dtype).removeprefix("torch.") not in _EXACT_DTYPES:
-        reason = "master weights are float32, and bf16 chooses the dtype of the computation"
-        warn(f"model_init_kwargs dtype={dtype!r} changes nothing in groupax: {reason}")
+    revision = given.pop("revision", None)
     for name, value in given.items():
-        if value is None or value is False:  # transformers' defaults
+        if str(value).removeprefix("torch.") in ("None", "False", "float32", "auto"):  # as it is anyway
             continue
-        if name not in hf.INERT:
+        if name not in INERT:
             raise ValueError(
                 f"model_init_kwargs has {name!r}; groupax cannot tell what it would change in the model, so load the "
-                f"model with transformers and pass the object{nearest(name, hf.INERT)}"
+                f"model with transformers and pass the object{nearest(name, INERT)}"
             )
-        warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {hf.INERT[name]}")
+        warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {INERT[name]}")
     named = model if revision in (None, "main") else at_revision(str(model), revision)
     return named, quantized if quantization_config is None else quantization_config
 
@@ -86,7 +86,11 @@ def policy_of(
     model, quantization_config = resolve_model(model, args, quantization_config)
     weights = hf.base_weights(quantization_config)
     if hf.is_torch_model(model):
-        _check_processes(model)
+        if processes.num_processes() > 1:
+            raise ValueError(
+                f"a {type(model).__name__} of PyTorch cannot be trained by {processes.num_processes()} processes, "
+                "since each has its own; pass the model's folder or hub id"
+            )
         if peft_config is not None and not hf.is_peft_model(model):
             model, peft_config = hf.wrap_with_peft(model, peft_config, args.seed), None
     given = hf.as_model(model)
@@ -113,14 +117,6 @@ def _check_reference(adapter: Adapter, beta: float) -> None:
             f"beta is {beta}, and the model's adapter was trained before: TRL's reference is a copy of that adapter, "
             "groupax's is the base without it; merge it (model.merge_and_unload()) and pass peft_config for a new one, "
             "or set beta to 0"
-        )
-
-
-def _check_processes(model: Any) -> None:
-    if processes.num_processes() > 1:
-        raise ValueError(
-            f"a {type(model).__name__} of PyTorch cannot be trained by {processes.num_processes()} processes, since "
-            "each has its own; pass the model's folder or hub id"
         )
 
 

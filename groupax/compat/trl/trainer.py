@@ -88,7 +88,6 @@ class GRPOTrainer(BaseTrainer):
         adapter = self.native.model.adapter
         if args.disable_dropout and adapter is not None and adapter.config.lora_dropout:
             raise ValueError("disable_dropout=True would disable the adapter's lora_dropout; set one of them to 0")
-        self.native.eval_batch_size = args.per_device_eval_batch_size * num_devices
         self.reward_funcs = rewards
         self._finish(policy)
         if self.train_dataset is None:
@@ -119,6 +118,7 @@ class GRPOTrainer(BaseTrainer):
     reward_weights = property(lambda self: self.native.reward_weights)
     reward_func_names = property(lambda self: [reward.name for reward in self.native.rewards])
     entropy_coef = property(lambda self: self.native.learner.entropy.coef)  # for the next step
+    aux_loss_enabled = property(lambda self: bool(self.native.learner.config.experts))
 
 
 class RLOOTrainer(GRPOTrainer):
