@@ -1,6 +1,5 @@
 """The arguments of transformers' `TrainingArguments` that every trainer of TRL 1.16 has, as settings of groupax."""
 
-import dataclasses
 import logging
 import sys
 from typing import Any, ClassVar
@@ -24,6 +23,8 @@ from groupax.runs.trackers.tracker import PACKAGES, is_installed
 # Shards weights, gradients and optimizer state over all devices, like ZeRO stage 3 and FSDP.
 FULLY_SHARDED = "1,-1,1,1,1"
 OPTIMIZERS = {"adamw": "adamw", "paged_adamw": "adamw", "adafactor": "adafactor", "lion": "lion", "sgd": "sgd"}
+# Fields that take dicts, from a command line as JSON.
+JSON_FIELDS = {"lr_scheduler_kwargs", "deepspeed", "model_init_kwargs", "generation_kwargs", "chat_template_kwargs"}
 SCHEDULERS = {
     "linear": "linear",
     "cosine": "cosine",
@@ -135,9 +136,9 @@ class TrainingArguments(Arguments):
         for name in ("deepspeed", "run_name", "metric_for_best_model"):  # whose empty texts mean None there
             if getattr(self, name) == "":
                 setattr(self, name, None)
-        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
-            name, value = field.name, getattr(self, field.name)
-            if "dict[" in str(field.type) and isinstance(value, str) and value.startswith("{"):  # other texts are paths
+        for name in JSON_FIELDS & self.FIELDS.defaults.keys():
+            value = getattr(self, name)
+            if isinstance(value, str) and value.startswith("{"):  # other texts are paths
                 setattr(self, name, parse_mapping(value, name))
         if self._seeks_best and self.metric_for_best_model is None:
             self.metric_for_best_model = "loss"

@@ -1,5 +1,6 @@
 """TRL's `GRPOConfig` and `RLOOConfig`, as settings of groupax."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,8 @@ from groupax.compat.trl.arguments import TrainingArguments
 from groupax.compat.trl.batches import trl_schedule
 from groupax.core.settings.fields import nearest, shown
 from groupax.rollouts.state import UpdateSchedule
+
+logger = logging.getLogger(__name__)
 
 # TRL's settings behind native settings of another name, for error messages.
 NAMES = {
@@ -56,6 +59,7 @@ COUNTS = (
     "num_generations_eval",
 )
 MAX_COUNT = 10**7
+SUMMED_OVER_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
 
 _INERT = {
     "groupax never runs code from a model's folder": "trust_remote_code=False",
@@ -239,21 +243,15 @@ class OnlineConfig(TrainingArguments):
 
     def _vllm_settings(self) -> dict[str, Any]:
         """Returns the native settings for `use_vllm` and the other vLLM settings."""
-        tp, url, regex = self.vllm_tensor_parallel_size, self._server_url(), self.vllm_structured_outputs_regex
-        if tp != 1 and (url is not None or not self.use_vllm):
-            why = "the server decides how it shards weights (groupax serve --tp)"
-            why = why if self.use_vllm else "it needs use_vllm=True"
-            warn(f"vllm_tensor_parallel_size={tp} changes nothing in groupax: {why}")
-        if not self.use_vllm:
-            if regex is not None:
-                warn("vllm_structured_outputs_regex has no effect without use_vllm=True, as in TRL")
+        url, regex = self._server_url(), self.vllm_structured_outputs_regex
+        if not self.use_vllm:  # without it vllm's settings have no effect, as in TRL
             return {}
         if url is None:
             warn(
                 "use_vllm=True: groupax's own engine samples in the trainer's process, with the policy's own weights; "
                 "vLLM is not needed, and there is no server to start and no weights to sync"
             )
-            return {"decoding_tp": tp, "regex": regex}
+            return {"decoding_tp": self.vllm_tensor_parallel_size, "regex": regex}
         warn(f"use_vllm=True: rollouts are sampled by the server at {url}; docs/serving.md says how to start one")
         return {"rollout_servers": (url,), "regex": regex}
 
@@ -318,6 +316,12 @@ class GRPOConfig(OnlineConfig):
             raise ValueError(
                 "off_policy_mask_threshold=0 would mask completions by the rounding between sampling and training; set "
                 "it above that, e.g. to 0.01, or leave it out"
+            )
+        if self.importance_sampling_level == "sequence" and self.loss_type in SUMMED_OVER_TOKENS:
+            logger.warning(
+                "importance_sampling_level 'sequence' with loss_type %r sums over tokens, which weights each sequence "
+                "by its completion length; for the objective of GSPO set loss_type='grpo'",
+                self.loss_type,
             )
         settings: dict[str, Any] = {
             "scale_rewards": scale_rewards(self.scale_rewards),
