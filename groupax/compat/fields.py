@@ -229,7 +229,6 @@ def as_number(name: str, value: Any, default: Any) -> Any:
 
 def interval_steps(strategy: Any, steps: Any, steps_per_epoch: int, name: str) -> int:
     """Returns the interval in optimizer steps that a strategy of transformers describes; 0 means never."""
-    strategy = getattr(strategy, "value", strategy)
     if strategy in ("no", None, False):
         return 0
     if strategy == "epoch":

@@ -52,7 +52,8 @@ _INERT = {
     "gradient_checkpointing has no options: True recomputes every layer": """
         activation_checkpointing_kwargs=None gradient_checkpointing_kwargs=None""",
     "the log has a line every logging_steps, with the numbers as they are": """
-        logging_first_step=False logging_nan_inf_filter=True include_num_input_tokens_seen='no'""",
+        logging_strategy='steps' logging_first_step=False logging_nan_inf_filter=True
+        include_num_input_tokens_seen='no'""",
     "groupax logs what changes the result, as warnings": "log_level='passive' log_level_replica='warning'",
     "evaluation uses every prompt once, with num_generations_eval completions and the settings of training": """
         per_device_eval_batch_size=8 bf16_full_eval=False fp16_full_eval=False eval_do_concat_batches=True
@@ -104,7 +105,6 @@ class TrainingArguments(Arguments):
     fp16: bool = False
     activation_checkpointing: bool | None = None
     gradient_checkpointing: bool = True
-    logging_strategy: str = "steps"
     logging_steps: float = 10
     disable_tqdm: bool | None = None
     report_to: list[str] | str | None = "none"
@@ -136,6 +136,9 @@ class TrainingArguments(Arguments):
         for name in ("deepspeed", "run_name", "metric_for_best_model"):  # whose empty texts mean None there
             if getattr(self, name) == "":
                 setattr(self, name, None)
+        for name in ("eval_strategy", "save_strategy", "optim", "lr_scheduler_type"):  # which may be enums
+            value = getattr(self, name)
+            setattr(self, name, getattr(value, "value", value))
         for name in JSON_FIELDS & self.FIELDS.defaults.keys():
             value = getattr(self, name)
             if isinstance(value, str) and value.startswith("{"):  # other texts are paths
@@ -163,7 +166,7 @@ class TrainingArguments(Arguments):
     @property
     def _seeks_best(self) -> bool:
         """True if an evaluation decides which checkpoint matters."""
-        return self.load_best_model_at_end or getattr(self.save_strategy, "value", self.save_strategy) == "best"
+        return self.load_best_model_at_end or self.save_strategy == "best"
 
     def compute_settings(self) -> dict[str, Any]:
         """Returns the settings for attention, dtype and sharding."""
@@ -203,8 +206,7 @@ class TrainingArguments(Arguments):
 
     def reporting_settings(self) -> dict[str, Any]:
         """Returns the settings for logging, trackers and the best checkpoint."""
-        saves = self._seeks_best or getattr(self.save_strategy, "value", self.save_strategy) != "no"
-        metric = self.metric_for_best_model if saves else None
+        metric = self.metric_for_best_model if self._seeks_best or self.save_strategy != "no" else None
         return {
             "metric_for_best_model": metric and f"eval_{metric.removeprefix('eval_')}",
             "greater_is_better": self.greater_is_better is not False,
@@ -216,9 +218,6 @@ class TrainingArguments(Arguments):
 
     def logged_every(self) -> int:
         """Returns the number of steps between two lines of the log."""
-        strategy = getattr(self.logging_strategy, "value", self.logging_strategy)
-        if strategy != "steps":
-            warn(f"logging_strategy {strategy!r} changes nothing in groupax: metrics are logged every logging_steps")
         if self.logging_steps < 1:
             raise ValueError(f"logging_steps must be a number of steps, got {self.logging_steps}")
         return int(self.logging_steps)
@@ -239,12 +238,11 @@ class TrainingArguments(Arguments):
 
     def saving_settings(self, steps_per_epoch: int) -> dict[str, Any]:
         """Returns the settings for checkpoints; see `layout.TRLFolders` for callbacks' requests."""
-        if self._seeks_best and getattr(self.eval_strategy, "value", self.eval_strategy) == "no":
+        if self._seeks_best and self.eval_strategy == "no":
             raise ValueError("the best checkpoint needs evaluations; set eval_strategy to 'steps' or 'epoch'")
-        strategy = getattr(self.save_strategy, "value", self.save_strategy)
-        ends = strategy == "steps" and self.save_steps == 0  # only at the end
-        is_never = ends or strategy == "best"
-        every = 0 if is_never else interval_steps(strategy, self.save_steps, steps_per_epoch, "save_strategy")
+        ends = self.save_strategy == "steps" and self.save_steps == 0  # only at the end
+        strategy = "no" if ends or self.save_strategy == "best" else self.save_strategy
+        every = interval_steps(strategy, self.save_steps, steps_per_epoch, "save_strategy")
         return {
             "save_steps": every,
             "save_interval_minutes": 0.0,
@@ -255,7 +253,7 @@ class TrainingArguments(Arguments):
 
     def optimizer_settings(self) -> dict[str, Any]:
         """Returns the settings for `optim`, `lr_scheduler_type` and the warm-up."""
-        name = str(getattr(self.optim, "value", self.optim))
+        name, scheduler = str(self.optim), str(self.lr_scheduler_type)
         known = [own for own in OPTIMIZERS if name == own or name.startswith(f"{own}_")]
         if not known:
             raise ValueError(
@@ -263,7 +261,6 @@ class TrainingArguments(Arguments):
             )
         if "8bit" in name or "4bit" in name or "paged" in name:
             warn(f"optim {name!r}: groupax keeps the optimizer state in float32 on the devices")
-        scheduler = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
         if scheduler not in SCHEDULERS:
             raise ValueError(
                 f"lr_scheduler_type {scheduler!r} is not supported; choose from {', '.join(SCHEDULERS)}"
