@@ -241,12 +241,12 @@ class GRPOTrainer(Trainer):
         """Returns the rows of the next update; collects a rollout if the last one is used up."""
         return (self.experience or self.collect()).next_rows()
 
-    def collect(self, num_wanted: int = 1) -> Experience:
-        """Samples and scores a rollout, of which the next step takes `num_wanted` minibatches; only within a run."""
+    def collect(self) -> Experience:
+        """Samples and scores a rollout; only within a run."""
         if self.pipeline is not None:
             self.emit(PhaseStarted("waiting for the rollout"))
         with self.run.stop.cancellable(), self._shapes_kept():
-            experience = (self.pipeline or self.collector).collect(self.cursor, num_wanted)
+            experience = (self.pipeline or self.collector).collect(self.cursor)
         self.experience = experience
         self.cursor = replace(
             self.cursor,

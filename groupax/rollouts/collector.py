@@ -101,8 +101,8 @@ class Collector:
         self.num_prompts = len(self.prompts)
         self.prompts_per_epoch = self.schedule.prompts_per_epoch(self.num_prompts)
 
-    def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
-        """Returns a rollout by the learner's policy, of which the next step takes `num_wanted` minibatches.
+    def collect(self, cursor: Cursor) -> Experience:
+        """Returns a rollout by the learner's policy.
 
         This is the part of Algorithm 1 before its updates (arXiv:2402.03300): `sample`, `score` and the advantages in
         `rollout`, then `with_logprobs`. The result depends only on cursor and learner, of which only the set of known
@@ -111,7 +111,7 @@ class Collector:
         self.engine.params = self.learner.policy
         experience = self.rollout(self.engine, cursor, cursor.step)
         self.engine.release()
-        return self.with_logprobs(experience, cursor, num_wanted)
+        return self.with_logprobs(experience, cursor)
 
     def rollout(self, sampler: Sampler, cursor: Cursor, policy_version: int) -> Experience:
         """Returns groups with rewards and advantages, those to train on first; does not use the learner or its devices.
@@ -193,14 +193,8 @@ class Collector:
         weights, num_generations = self.scoring.weights, self.args.num_generations
         return advantages_of(rows, self.scoring.runner.names, weights, num_generations, self.args, penalty)
 
-    def with_logprobs(self, experience: Experience, cursor: Cursor, num_wanted: int) -> Experience:
-        """Returns a rollout with its minibatches and the log-probs of the reference and of the present policy.
-
-        Args:
-            experience: The rollout as it was sampled.
-            cursor: Progress of the run.
-            num_wanted: Number of minibatches of the next update, which computes their old log-probs itself.
-        """
+    def with_logprobs(self, experience: Experience, cursor: Cursor) -> Experience:
+        """Returns a sampled rollout with its minibatches and the log-probs of the reference and the present policy."""
         self.emit(PhaseStarted("computing log-probs"))
         learner, num_trained = self.learner, self.schedule.prompts_per_rollout
         trained, metrics = experience.groups[:num_trained], experience.metrics
@@ -215,7 +209,7 @@ class Collector:
                 pairs = zip(minibatches, ref_logps, strict=True)
                 minibatches = [_with(rows, "ref_logp", values) for rows, values in pairs]
         # the next update computes its own, but with its dropout, against which the next pass would compare another one
-        num_own = 0 if learner.dropout_rate and self.schedule.num_passes > 1 else num_wanted
+        num_own = 0 if learner.dropout_rate and self.schedule.num_passes > 1 else 1
         minibatches[num_own:] = [
             _with(rows, "old_logp", learner.logprobs(learner.policy, rows)[0]) for rows in minibatches[num_own:]
         ]

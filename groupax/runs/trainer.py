@@ -118,9 +118,6 @@ class Trainer(ABC):
         del cursor
         return {}
 
-    def settle(self) -> None:  # noqa: B027
-        """Is called before the state is saved at another time than between two steps."""
-
     # -- the policy ------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:

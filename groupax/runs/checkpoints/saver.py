@@ -150,7 +150,6 @@ class RunSaver:
 
     def stop(self, reason: str) -> None:
         """Saves the state of a run that was asked to stop, and raises a PreemptedError."""
-        self.trainer.settle()
         step = self.trainer.cursor.step
         if not step:
             message = (
@@ -171,7 +170,6 @@ class RunSaver:
 
     def fail(self, is_whole: Callable[[], bool]) -> None:
         """Saves the state of a run that cannot continue, if it is whole; otherwise the newest checkpoint must do."""
-        self.trainer.settle()
         if self.trainer.cursor.step and is_whole() and not self.folder.is_incomplete:
             self.save_and_wait()
         self.writer.wait()
@@ -182,7 +180,6 @@ class RunSaver:
 
     def end(self) -> None:
         """Saves the state after the last step, from which a longer run can continue; a RunError says that it failed."""
-        self.trainer.settle()
         self.states.end()
         self.writer.wait()
         if self.args.do_last_save and not self.save_and_wait():
