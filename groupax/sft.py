@@ -40,7 +40,7 @@ from groupax.runs.diagnostics import Diagnose, supervised_diagnostics
 from groupax.runs.header import data_name, memory_facts, model_facts, recomputation
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import SFT, run_card
-from groupax.runs.progress.display import Progress, headline_text, result_html, short_number
+from groupax.runs.progress.display import Progress, headline_text, short_number
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.trainer import Description, Trainer, make_learner
 from groupax.training.learner import LearnerSettings, Update
@@ -66,10 +66,6 @@ class SFTResult:
     def __repr__(self) -> str:
         """Returns the main figures in one line."""
         return f"<SFTResult: {self.num_steps:,} steps in {self.train_seconds:.1f} s, {headline_text(self.metrics)}>"
-
-    def _repr_html_(self) -> str:
-        """Returns the result as a table, for notebooks."""
-        return result_html(self.num_steps, self.train_seconds, self.metrics, {})
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ COMMANDS = {
         "groupax.cli.evaluate:compare",
         "compare two evaluations on the same prompts: groupax compare BEFORE AFTER",
     ),
-    "report": ("groupax.cli.models:report", "write an HTML and Markdown report of a run: groupax report RUN_DIR"),
+    "report": ("groupax.cli.models:report", "write a report of a run in Markdown: groupax report RUN_DIR"),
     "generate": ("groupax.cli.generate:generate", "sample completions from a model"),
     "serve": ("groupax.cli.serve:serve", "serve a model with OpenAI's API: groupax serve --model MODEL --port 8000"),
     "resume": (

@@ -302,7 +302,7 @@ class Run:
         if self._is_introduced:
             return
         self._is_introduced = True
-        plans = {**self.described.plans, **self.described.expectations}
+        plans = self.described.plans
         if self._will_resume_complete():
             self._report_complete_run()
             plans = {}

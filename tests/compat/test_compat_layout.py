@@ -12,7 +12,7 @@ from groupax.compat.callbacks import State
 from groupax.compat.trl.layout import TRLFolders, check_output_dir, checkpoint_to_resume, folders_of
 from groupax.runs.checkpoints.choose import split_path, store_of
 from groupax.runs.checkpoints.store import HF, LocalStore
-from groupax.runs.report.record import read_run
+from groupax.runs.report import read_run
 from groupax.satellites.view.runs import Runs
 from tests.training.test_trainer import PROMPTS
 

@@ -195,17 +195,6 @@ def _losses(metrics: Metrics) -> str:
     return ", ".join(f"{name} {short_number(value)}" for name, value in losses.items())
 
 
-def result_html(num_steps: int, seconds: float, metrics: Metrics, more: Mapping[str, str]) -> str:
-    """Returns the result of a training for a notebook: the main metrics of its last step, and all of them folded."""
-    from groupax.core.terminal.tables import details_html, facts_html
-
-    shown = {label: metrics[name] for name, label in shown_metrics(metrics).items()}
-    main = {label: short_number(value) for label, value in shown.items() if value is not None}
-    facts = {"steps": f"{num_steps:,}", "time": clock(seconds), **more, **main}
-    every = facts_html({name: "-" if value is None else f"{value:.6g}" for name, value in metrics.items()})
-    return facts_html(facts, "Training") + details_html("all metrics of the last step", every)
-
-
 def sample_text(rollout: Rollout) -> str:
     """Returns a completion's text; of an episode what the model said in its turns, its calls, and why it ended."""
     if not rollout.has_turns:
@@ -219,8 +208,10 @@ def sample_text(rollout: Rollout) -> str:
     return "\n".join([*lines, f"({rollout.finish_reason})"])
 
 
-def sparkline(values: Sequence[float]) -> str:
-    """Returns the values as a row of block characters, lowest to highest."""
+def sparkline(values: Sequence[float], width: int | None = None) -> str:
+    """Returns the values as a row of block characters, lowest to highest; at most `width` of them, evenly spread."""
+    if width is not None and len(values) > width:
+        values = [values[round(index * (len(values) - 1) / (width - 1))] for index in range(width)]
     finite = [value for value in values if value == value]
     if not finite:
         return ""
