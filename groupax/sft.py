@@ -152,7 +152,7 @@ class SFTTrainer(Trainer):
 
         Raises:
             DivergedError: `max_bad_steps` updates in a row were not finite. The model of before is saved.
-            PreemptedError: SIGTERM, SIGINT or a notice of maintenance asked the run to stop; its state is saved.
+            PreemptedError: SIGTERM or SIGINT asked the run to stop; its state is saved.
             RunError: the run cannot continue; its state is saved if there is room.
             ValueError: `resume` names a checkpoint that this run cannot continue, or no checkpoint there can be read.
             LockedError: another run works in the folder.

@@ -210,7 +210,7 @@ class GRPOTrainer(Trainer):
             DivergedError: `max_bad_steps` updates in a row were not finite. The model of before is saved.
             RewardError: a reward function failed and `reward_errors` is "raise", or it failed for every completion of a
                 rollout, or no completion has had a reward in several rollouts or in the whole run.
-            PreemptedError: SIGTERM, SIGINT or a notice of maintenance asked the run to stop; its state is saved.
+            PreemptedError: SIGTERM or SIGINT asked the run to stop; its state is saved.
             RunError: the run cannot continue; its state is saved if there is room.
             ValueError: `resume` names a checkpoint that this run cannot continue, or no checkpoint there can be read.
             LockedError: another run works in the folder.

@@ -19,7 +19,6 @@ from groupax import __version__
 from groupax.core.errors import PREEMPTED, PreemptedError, RunError
 from groupax.core.settings.fields import nearest
 from groupax.core.terminal.printable import printable
-from groupax.parallel.preemption import keep_stops
 from groupax.recipes import RECIPES
 
 _python_format = warnings.formatwarning
@@ -150,7 +149,6 @@ def entry_point() -> None:
         if isinstance(stream, io.TextIOWrapper):  # escapes for characters that an old terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     sys.excepthook = _print_traceback
-    keep_stops()
     warnings.formatwarning = _formatted_warning
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Visible())

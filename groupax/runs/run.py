@@ -136,8 +136,7 @@ class Run:
                 memory=partial(memory_in_use, mesh) if trainer.args.track_memory else dict,
                 diagnose=trainer.diagnose(),
             )
-            watch = mesh.devices.flat[0].platform == "tpu"
-            self.stop = PreemptionHandler(watch, processes.first_not_none if several else None)
+            self.stop = PreemptionHandler(processes.first_not_none if several else None)
             try:
                 with self.progress, self.stop, trainer.working(self.stop):
                     self.introduce()
