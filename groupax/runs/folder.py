@@ -207,7 +207,6 @@ class RunFolder:
         self.num_metrics_bytes = len(metrics)
         replace_text(self.path / DIAGNOSTICS, "".join(json.dumps(line) + "\n" for line in self._diagnostics))
         replace_text(self.path / RECORD, "".join(line.decode() + "\n" for line in self._record))
-        self._rollout_log.forget()
 
     # Writing.
 
@@ -256,12 +255,11 @@ class RunFolder:
         step: int,
         rollouts: Sequence[Rollout],
         scores: Mapping[int, TokenScores] | None = None,
-        reward: float = float("nan"),
         kept: Collection[int] = (),
     ) -> None:
         """Writes `rollouts/step_N.parquet` atomically (see `RolloutLog.write`)."""
         with self._writing():
-            self._rollout_log.write(step, rollouts, scores or {}, reward, kept)
+            self._rollout_log.write(step, rollouts, scores or {}, kept)
 
     def remove_rollouts(self, step: int) -> None:
         """Removes `rollouts/step_N.parquet`, if there is one."""

@@ -21,7 +21,7 @@ from tests.training.test_trainer import PROMPTS, a_trainer
 
 from .test_replay import ONE_LAYER, again
 
-SETTINGS = {"max_steps": 6, "replay_state_gb": 0.0, "beta": 0.001, "scale_rewards": "none"}
+SETTINGS = {"max_steps": 6, "beta": 0.001, "scale_rewards": "none"}
 
 
 def with_rate(trainer, at=3):
@@ -171,7 +171,7 @@ def test_a_loss_that_is_not_finite(tmp_path):
 
 @pytest.mark.heavy
 def test_shares_are_those_of_the_gradient(tmp_path):
-    trainer = a_trainer(tmp_path, letters, max_steps=1, beta=0.1, replay_state_gb=0.0)
+    trainer = a_trainer(tmp_path, letters, max_steps=1, beta=0.1)
     rows = []
     update = trainer.learner.update
     trainer.learner.update = lambda given: rows.extend(given) or update(given)

@@ -12,7 +12,7 @@ from typing import Any
 from groupax.core.config import GRPOConfig
 from groupax.core.errors import PreemptedError, RunError
 from groupax.core.settings.fields import nearest
-from groupax.core.settings.run import CheckpointSettings, RolloutLogSettings
+from groupax.core.settings.run import CheckpointSettings
 from groupax.core.storage.buckets import is_remote
 from groupax.episodes.record import remove_records
 from groupax.events import Message
@@ -21,7 +21,6 @@ from groupax.rollouts.pipeline import Policy
 from groupax.runs.checkpoints.choose import Saved, split_path, store_of, to_continue
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, digest, versions
 from groupax.runs.checkpoints.record import has_optimizer, restore_learner, start_writing, state_of, write_rollout
-from groupax.runs.checkpoints.states import StateKeeper
 from groupax.runs.checkpoints.store import STATE, LocalStore, RemoteStore, Store
 from groupax.runs.checkpoints.writer import CheckpointWriter, Snapshot
 from groupax.runs.log import RunLog
@@ -55,8 +54,6 @@ class RunSaver:
         self.more = more
         self.store: Store = RemoteStore(folder.remote, self.scratch) if folder.remote else store_in(folder.path)
         self.writer = CheckpointWriter(self.store, args.part(CheckpointSettings), log.emit, folder.sync)
-        budget = int(args.part(RolloutLogSettings).replay_state_gb * 1e9) if isinstance(args, GRPOConfig) else 0
-        self.states = StateKeeper(trainer, budget, self.store)
 
     def begin(self) -> Saved | None:
         """Restores the learner from the checkpoint that `resume` names, and prepares the run folder.
@@ -71,7 +68,6 @@ class RunSaver:
         config, identity = self.args.to_dict(), digest(self.identity)
         if saved is None:
             self.folder.start(config, identity, afresh=self.args.resume != "auto")
-            self.states.begin(0)
             return None
         self._report(saved)
         restore_learner(self.trainer.learner, saved.folder, saved.state["learner"])
@@ -88,16 +84,12 @@ class RunSaver:
             if step > saved.step:
                 self.log.emit(Message(f"{self.store.where(step)} is now {self.store.set_aside(step)}"))
         self.writer.last_step = saved.step
-        self.states.begin(saved.step)
         return saved
 
     def save_if_due(self) -> None:
         """Starts to write a checkpoint if one is due."""
         self.writer.look()
-        is_due = self.writer.due(self.trainer.cursor.step) or self._is_candidate_for_best()
-        if not is_due:
-            self.states.keep_if_due(self._state)
-        self.save_if(is_due)
+        self.save_if(self.writer.due(self.trainer.cursor.step) or self._is_candidate_for_best())
 
     def save_if(self, due: bool) -> None:
         """Starts to write a checkpoint if the primary process says that one is due."""
@@ -183,7 +175,6 @@ class RunSaver:
     def end(self) -> None:
         """Saves the state after the last step, from which a longer run can continue; a RunError says that it failed."""
         self.trainer.settle()
-        self.states.end()
         self.writer.wait()
         if self.args.do_last_save and not self.save_and_wait():
             raise RunError(f"the last checkpoint could not be written to {self.store.where(self.trainer.cursor.step)}")
