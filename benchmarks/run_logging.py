@@ -1,6 +1,6 @@
 """What logging costs: the arithmetic recipe with everything that is told of a run, how long training waits for it.
 
-The run reports to TensorBoard and JSON lines, keeps the rollouts of every step, and diagnoses. Wall times on a busy
+The run reports to TensorBoard, keeps the rollouts of every step, and diagnoses. Wall times on a busy
 machine differ by more than that costs, so the time that the loop spends in its log is measured by itself, after the
 first steps, which compile; what trackers do in their threads takes cores from the rest, so that is measured too.
 """
@@ -55,7 +55,7 @@ def main() -> None:
     """Print the shares."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max_steps", type=int, default=120)
-    parser.add_argument("--report_to", nargs="*", default=["tensorboard", "jsonl"])
+    parser.add_argument("--report_to", nargs="*", default=["tensorboard"])
     flags = parser.parse_args()
     recipe, watch = load_recipe("arithmetic"), Stopwatch()
     log_of_steps: list[tuple[float, float]] = []  # seconds in the log, wall time

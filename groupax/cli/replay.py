@@ -36,7 +36,7 @@ class Replay:
     """Other reward functions: names of built-in ones, or module:function."""
     why: bool = False
     """Compute the share of each row in the gradient, and keep it in why/ of the run folder, for groupax view."""
-    progress_bar: Literal["rich", "tqdm", "json", "none"] = "none"
+    progress_bar: Literal["rich", "json", "none"] = "none"
     """Display of the replay's progress."""
 
 

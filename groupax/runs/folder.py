@@ -39,7 +39,6 @@ from groupax.runs.rollout_log import RolloutLog, write_records
 STEP_FOLDERS = ("rollouts", "evaluations", "bad_steps")  # with files named for steps
 RECORD, DIAGNOSTICS = "record.jsonl", "diagnostics.jsonl"
 MAX_END = 2000  # characters that say why a process ended
-TRACKED = "tracked.jsonl"  # of the tracker "jsonl", which a resumed run extends
 
 
 class RunFolder:
@@ -155,8 +154,6 @@ class RunFolder:
         self._diagnostics = [dict(line) for line in lines if line.get("step", step + 1) <= step]
         lines = self._earlier(RECORD).splitlines()
         self._record = [line for line in lines if parsed_record(line).get("step", step + 1) <= step]
-        if self.remote and (tracked := self._earlier(TRACKED)):
-            (self.path / TRACKED).write_bytes(tracked)
         self._prepare(config, metrics, step)
 
     @property

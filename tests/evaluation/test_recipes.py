@@ -292,7 +292,7 @@ DOCUMENTED = (
 def test_programs_with_the_flags_of_documents(base_model, tmp_path, monkeypatch, program, rows, more, weights, named):
     if program is numinamath_grpo:
         pytest.importorskip("math_verify")
-    monkeypatch.setitem(BUILT_IN, "wandb", "groupax.runs.trackers.services:JsonLinesTracker")  # takes no installation
+    monkeypatch.setitem(BUILT_IN, "wandb", "tests.runs.lines_tracker:LinesTracker")  # takes no installation
     monkeypatch.delitem(PACKAGES, "wandb")
     write_jsonl(tmp_path / "data" / "train.jsonl", rows)
     flags = DOCUMENTED.format(length=64, batch=2) + f" --top_k 50 {more} --temperature 0.9"

@@ -46,7 +46,7 @@ class PromptOrderSettings:
 
 
 MetricDefinitions = Literal["groupax", "trl"]
-TRACKERS = ("wandb", "tensorboard", "trackio", "jsonl")
+TRACKERS = ("wandb", "tensorboard", "trackio")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +59,10 @@ class ReportingSettings:
     """Definition of the metrics that TRL defines differently: "trl" as in TRL 1.16, see docs/algorithm.md."""
     profile: int = ranged(0, 10**6, resume="free")
     """Trace this many steps, from the third step on, into profile/ of the run folder, for Perfetto or XProf."""
-    progress_bar: Literal["rich", "tqdm", "json", "none"] = setting("rich", resume="free")
+    progress_bar: Literal["rich", "json", "none"] = setting("rich", resume="free")
     """Display of the run's progress."""
     report_to: tuple[str, ...] = setting((), resume="free")
-    """Trackers to report to, in addition to the run folder: wandb, tensorboard, trackio, jsonl, or the
+    """Trackers to report to, in addition to the run folder: wandb, tensorboard, trackio, or the
     "module:attribute" reference of a tracker. See docs/monitoring.md."""
     run_name: str | None = setting(None, resume="free")
     """Name of the run in trackers; None takes the name of the run folder."""

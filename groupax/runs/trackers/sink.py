@@ -87,7 +87,8 @@ class Trackers:
         is_due = now_s - self._sampled_s >= SAMPLES_INTERVAL_S or event.step == self.num_steps
         if is_due and self.shows_samples and event.rollouts:
             self._sampled_s = now_s
-            self._call(lambda tracker: tracker.samples(samples_of(event.step, event.rollouts, NUM_SAMPLES)))
+            samples = samples_of(event.step, event.rollouts, NUM_SAMPLES)
+            self._call(lambda tracker: tracker.samples(event.step, samples))
 
     def _call(self, call: Call) -> None:
         for tracker in self.running:
