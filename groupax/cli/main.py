@@ -4,7 +4,6 @@ import importlib
 import io
 import logging
 import os
-import select
 import signal
 import sys
 import traceback
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from groupax import __version__
 from groupax.core.errors import PREEMPTED, PreemptedError, RunError
@@ -155,19 +154,10 @@ def entry_point() -> None:
     try:
         status = main()
         print(end="", flush=True)
-    except BrokenPipeError:
-        if sys.stdout is None or not _has_lost_its_reader(sys.stdout):
-            raise
+    except BrokenPipeError:  # the program that the output was piped into has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written
         status = 128 + signal.SIGPIPE
     sys.exit(status)
-
-
-def _has_lost_its_reader(stream: TextIO) -> bool:
-    """Returns whether the program that a stream was piped into has ended, as `head` does."""
-    poll = select.poll()
-    poll.register(stream.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 class _Visible(logging.Formatter):

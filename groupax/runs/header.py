@@ -16,7 +16,7 @@ from groupax.core.settings.compute import Checkpointing, CheckpointingChoice
 from groupax.models.lora import count_params
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
-from groupax.parallel.accelerators import instruction_set, processor_name
+from groupax.parallel.accelerators import processor_name
 from groupax.parallel.collectives import is_on_host
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import devices_of, versions
@@ -81,7 +81,6 @@ def process_of(mesh: Mesh) -> Mapping[str, Any]:
         "num_devices": int(mesh.devices.size),
         **devices_of(mesh),
         "processor": processor_name(),
-        "instruction_set": instruction_set(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "python": platform.python_version(),
         "versions": dict(versions()),

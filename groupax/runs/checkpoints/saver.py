@@ -19,7 +19,7 @@ from groupax.events import Message
 from groupax.parallel import processes
 from groupax.rollouts.pipeline import Policy
 from groupax.runs.checkpoints.choose import Saved, split_path, store_of, to_continue
-from groupax.runs.checkpoints.fingerprint import Identity, devices_of, digest, versions
+from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
 from groupax.runs.checkpoints.record import has_optimizer, restore_learner, start_writing, state_of, write_rollout
 from groupax.runs.checkpoints.store import STATE, LocalStore, RemoteStore, Store
 from groupax.runs.checkpoints.writer import CheckpointWriter, Snapshot
@@ -65,16 +65,16 @@ class RunSaver:
             lambda: to_continue(self.args.resume, self.store, self.scratch, self.identity, self.log.emit)
         )
         saved = saved and self._seen_by_all(saved)
-        config, identity = self.args.to_dict(), digest(self.identity)
+        config = self.args.to_dict()
         if saved is None:
-            self.folder.start(config, identity, afresh=self.args.resume != "auto")
+            self.folder.start(config)
             return None
         self._report(saved)
         restore_learner(self.trainer.learner, saved.folder, saved.state["learner"])
         num_bytes = saved.state["metrics_bytes"]
         is_another = saved.where != self.store.where(saved.step)  # a new run that starts where that one was
         if is_another or not processes.is_primary():
-            self.folder.start(config, identity)
+            self.folder.start(config)
             return saved
         metrics = self.folder.metrics(num_bytes)
         if len(metrics) < num_bytes:

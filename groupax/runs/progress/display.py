@@ -2,7 +2,6 @@
 
 import logging
 import statistics
-import textwrap
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -35,7 +34,6 @@ OF_SUPERVISED = ("loss",)  # not shown where there are rewards
 COMPILE_FRAC = 0.1  # a step that spends more of its time compiling is not representative of later ones
 ETA_STEPS = 30
 RESULT_CHARACTERS = 60  # of a call's result
-MIN_FACT_COLUMNS = 20  # of a fact that continues on another line
 
 
 class Progress:
@@ -159,19 +157,10 @@ class TimeLeft:
         return statistics.median(self._step_s) * num_steps if self._step_s else None
 
 
-def fact_lines(facts: Mapping[str, str], columns: int | None = None) -> str:
-    """Returns the facts as lines with aligned labels, which continue on an indented line beyond a width, if any.
-
-    Commands and names, which may be copied, stay whole.
-    """
+def fact_lines(facts: Mapping[str, str]) -> str:
+    """Returns the facts as lines with aligned labels."""
     indent = max(map(len, facts), default=0) + 2
-    texts = {label: printable(fact) for label, fact in facts.items()}
-    if columns is not None and columns - indent >= MIN_FACT_COLUMNS:
-        space = " " * indent
-        wrapper = textwrap.TextWrapper(columns, space, space, break_long_words=False, break_on_hyphens=False)
-        wrapped = {label: wrapper.fill(text).lstrip() for label, text in texts.items()}
-        texts = {label: text if text.startswith("groupax ") else wrapped[label] for label, text in texts.items()}
-    return "\n".join(f"{label:{indent}}{text}" for label, text in texts.items())
+    return "\n".join(f"{label:{indent}}{printable(text)}" for label, text in facts.items())
 
 
 def short_number(value: float) -> str:

@@ -143,7 +143,7 @@ class Rich(Progress):
             self._print_line()
 
     def _describe(self, facts: Mapping[str, str]) -> None:
-        self._message(fact_lines(facts, self.console.width if self.is_live else None), warning=False)
+        self._message(fact_lines(facts), warning=False)
 
     def _phase(self, phase: PhaseStarted) -> None:
         self.current = Phase(phase.name, time.monotonic(), phase.total)

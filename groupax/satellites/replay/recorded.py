@@ -22,7 +22,7 @@ ALWAYS = (
     *("prompt_ids", "completion_ids", "policy_logps", "sampler_logps"),
 )
 # Of a process, all that rounding depends on.
-MACHINE = ("platform", "num_devices", "mesh", "processor", "instruction_set", "versions")
+MACHINE = ("platform", "num_devices", "mesh", "processor", "versions")
 
 
 @dataclass(frozen=True)
