@@ -2,7 +2,7 @@
 
 The run reports to TensorBoard, keeps the rollouts of every step, and diagnoses. Wall times on a busy
 machine differ by more than that costs, so the time that the loop spends in its log is measured by itself, after the
-first steps, which compile; what trackers do in their threads takes cores from the rest, so that is measured too.
+first steps, which compile.
 """
 
 import argparse
@@ -16,16 +16,15 @@ from groupax import GRPOConfig, GRPOTrainer
 from groupax.events import Event, StepEnded
 from groupax.recipes import load_recipe
 from groupax.runs.log import RunLog
-from groupax.runs.trackers.sink import BackgroundTracker
 
 WARM_UP_STEPS = 20
 
 
 class Stopwatch:
-    """Adds up the wall time of calls that are not inside of one another, and the CPU time of threads."""
+    """Adds up the wall time of calls that are not inside of one another."""
 
     def __init__(self) -> None:
-        self.seconds = self.thread_seconds = 0.0
+        self.seconds = 0.0
         self.depth = 0
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,15 +37,6 @@ class Stopwatch:
                 self.depth -= 1
                 if not self.depth:
                     self.seconds += time.perf_counter() - begun_s
-
-        return wrapper
-
-    def counted(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return work(*args, **kwargs)
-            finally:
-                self.thread_seconds += time.thread_time()
 
         return wrapper
 
@@ -64,9 +54,8 @@ def main() -> None:
         if isinstance(event, StepEnded):
             log_of_steps.append((watch.seconds, time.perf_counter()))
 
-    step, rollout, work = RunLog.step, RunLog.rollout, BackgroundTracker._work
+    step, rollout = RunLog.step, RunLog.rollout
     RunLog.step, RunLog.rollout = watch.timed(step), watch.timed(rollout)
-    BackgroundTracker._work = watch.counted(work)
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             **recipe.config,
@@ -87,12 +76,8 @@ def main() -> None:
         trainer.train()
     (first_s, begun_s), (last_s, ended_s) = log_of_steps[WARM_UP_STEPS], log_of_steps[-1]
     steps, wall_s = len(log_of_steps) - WARM_UP_STEPS - 1, ended_s - begun_s
-    threads_s = watch.thread_seconds * steps / len(log_of_steps)
     print(f"{steps} steps of {wall_s / steps:.2f} s, reporting to {', '.join(flags.report_to)}")
-    print(
-        f"in the log: {1e3 * (last_s - first_s) / steps:.1f} ms a step, {(last_s - first_s) / wall_s:.2%}; "
-        f"in the trackers' threads: {1e3 * threads_s / steps:.1f} ms of one core a step, {threads_s / wall_s:.2%}"
-    )
+    print(f"in the log: {1e3 * (last_s - first_s) / steps:.1f} ms a step, {(last_s - first_s) / wall_s:.2%}")
 
 
 if __name__ == "__main__":

@@ -348,7 +348,7 @@ def _explicit_arguments(
     return own if chooses_devices else own | ALL_DEVICES
 
 
-def _bind_address(arguments: Mapping[str, Any]) -> dict[str, str]:
+def _bind_address(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the argument that makes process 0's coordinator listen on the address it was given, and on no other.
 
     The coordinator answers everyone who reaches it. Nothing is returned for an address that is not this machine's own
