@@ -123,7 +123,7 @@ def verdict(before: SetEvaluation, after: SetEvaluation, comparison: Comparison)
 
 
 def difference_table(title: str, comparison: Comparison, before: Metrics, after: Metrics) -> Any:
-    """Returns a rich table of the estimates of two evaluations and their differences; intervals take a wide terminal.
+    """Returns a rich table of the estimates of two evaluations and their differences.
 
     The metrics before and after are for lengths and truncation.
     """
@@ -135,13 +135,9 @@ def difference_table(title: str, comparison: Comparison, before: Metrics, after:
     for name in ("completions/mean_length", "completions/clipped_ratio"):
         if name in before and name in after:
             rows.append((name, f"{before[name]:.3f}", f"{after[name]:.3f}", "", ""))
-    changes = [f"{pair.difference.value:+.3f}" for pair in comparison.differences.values()]
-    changes += [""] * (len(rows) - len(changes))
-    short = [(*row[:3], change) for row, change in zip(rows, changes, strict=True)]
     return Fitting(
         table_of(title, ("", "before", "after", "difference", "p"), rows),
-        table_of(title, ("", "before", "after", "difference"), short),
-        stacked(title, [(name, f"{then} → {now}  {change}".rstrip()) for name, then, now, change in short]),
+        stacked(title, [(name, f"{then} → {now}  {change}".rstrip()) for name, then, now, change, _ in rows]),
     )
 
 
@@ -153,10 +149,8 @@ def estimate_table(title: str, estimates: Mapping[str, Estimate]) -> Any:
         (name, f"{each.value:.4f}", f"{each.low:.4f} to {each.high:.4f}", each.method, f"{each.num_items:,}")
         for name, each in estimates.items()
     ]
-    columns, left = ("", "mean", "95 % interval", "method", "items"), ("", "95 % interval", "method")
     return Fitting(
-        table_of(title, columns, rows, left),
-        table_of(title, columns[:3], [row[:3] for row in rows], left),
+        table_of(title, ("", "mean", "95 % interval", "method", "items"), rows, ("", "95 % interval", "method")),
         stacked(title, [(name, f"{mean} (95 %: {interval})") for name, mean, interval, *_ in rows]),
     )
 

@@ -61,7 +61,7 @@ class RunRecord:
         processes: Records of the processes that worked on it (see `runs.header`).
         diagnostics: Records with `step`, `name`, `text`.
         result: Content of `result.json`; empty if there is none.
-        samples: Completions early and late, of the same prompts if possible.
+        samples: Completions of held-out prompts early and late.
         command: Content of `command.json`: the command line without settings; empty if the run was started from Python.
     """
 
@@ -121,7 +121,7 @@ def read_run(folder: Path) -> RunRecord:
         processes=_json(folder / "run.json").get("processes", []),
         diagnostics=[line for line in _json_lines(folder / "diagnostics.jsonl") if "text" in line],
         result=_json(folder / "result.json"),
-        samples=_of_evaluations(folder / "evaluations") or _of_rollouts(folder / "rollouts"),
+        samples=_samples_of(folder / "evaluations"),
         command=_json(folder / "command.json"),
     )
 
@@ -132,7 +132,7 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     return {name: (value, defaults.get(name)) for name, value in config.items() if value != defaults.get(name)}
 
 
-def _of_evaluations(folder: Path) -> list[Sample]:
+def _samples_of(folder: Path) -> list[Sample]:
     """Returns the items that gained most and the one that gained least, of the first set that was evaluated twice."""
     order = {"before": -1, "after": 1 << 62}  # before.SET, step_N.SET by N, after.SET
     by_set: dict[str, list[tuple[int, Path]]] = {}
@@ -163,35 +163,6 @@ def _said(path: Path, item: Item) -> tuple[str, str, float | None]:
     start = path.stem.partition(".")[0]
     when = f"{start} training" if start in ("before", "after") else f"step {int(start.removeprefix('step_'))}"
     return when, item.completions[0].text, item.completions[0].reward
-
-
-def _of_rollouts(folder: Path) -> list[Sample]:
-    """Returns the first completions of prompts in the first and the last file, of the same prompts if there are any."""
-    files = sorted(folder.glob("step_*.parquet"))
-    if len(files) < 2:
-        return []
-    early, late = _first_answers(files[0]), _first_answers(files[-1])
-    half = MAX_SAMPLES // 2
-    chosen = sorted(early.keys() & late.keys())[:MAX_SAMPLES] or [*list(early)[:half], *list(late)[:half]]
-    return [Sample(prompt, [found[prompt] for found in (early, late) if prompt in found]) for prompt in chosen]
-
-
-def _first_answers(path: Path) -> dict[str, tuple[str, str, float | None]]:
-    """Returns the first completion of each prompt; nothing if the file cannot be read."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        rows = pq.read_table(path).to_pylist()
-    except (OSError, pa.ArrowException):
-        return {}
-    answers: dict[str, tuple[str, str, float | None]] = {}
-    for row in rows:
-        if row["sample_index"] == 0:
-            known = [value for name, value in row.items() if name.startswith("rewards/") and value is not None]
-            answer = f"step {row['step']}", row["completion"], float(sum(known)) if known else None
-            answers.setdefault(row["prompt"], answer)
-    return answers
 
 
 def _json(path: Path) -> dict[str, Any]:
