@@ -62,18 +62,11 @@ def own_address(host: str) -> str | None:
     """
     if is_loopback(host):
         return "127.0.0.1" if host == "localhost" else host
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return None
-    for family, kind, _, _, address in found:
-        if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-            continue
-        with socket.socket(family, kind) as tried:
-            try:
+    with contextlib.suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+            with socket.socket(family, kind) as tried:
                 tried.bind((address[0], 0, *address[2:]))
-            except OSError:
-                continue
             return str(address[0])
     return None
 

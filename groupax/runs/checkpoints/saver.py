@@ -3,11 +3,10 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from groupax.core.config import GRPOConfig
 from groupax.core.errors import PreemptedError, RunError
@@ -17,7 +16,6 @@ from groupax.core.storage.buckets import is_remote
 from groupax.episodes.record import remove_records
 from groupax.events import Message
 from groupax.parallel import processes
-from groupax.rollouts.pipeline import Policy
 from groupax.runs.checkpoints.choose import Saved, split_path, store_of, to_continue
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
 from groupax.runs.checkpoints.record import has_optimizer, restore_learner, start_writing, state_of, write_rollout
@@ -98,14 +96,20 @@ class RunSaver:
 
     def save(self) -> None:
         """Starts to write a checkpoint of the current state; the primary process writes it."""
-        cursor, experience = self.trainer.cursor, self.trainer.experience
-        policies = self.trainer.policies(cursor)
-        begin = start_writing(self.trainer.learner, policies, self.args.save_optimizer_state)
+        trainer, cursor, experience = self.trainer, self.trainer.cursor, self.trainer.experience
+        policies = trainer.policies(cursor)
+        begin = start_writing(trainer.learner, policies, self.args.save_optimizer_state)
         more = self.more()
         if not processes.is_primary():
             return
         self._report_unknown_metric(cursor.step)
-        state = self._state(policies)
+        state = {
+            **state_of(cursor, trainer.learner, experience, policies, self.identity, trainer.start_model),
+            "log": self.log.state(),
+            "metrics": self.log.last | (self.log.evaluated if cursor.evaluated_step == cursor.step else {}),
+            "metrics_bytes": self.folder.num_metrics_bytes,
+            "origin": self.origin,
+        }
 
         def begin_with_metrics(folder: Path) -> Callable[[], None]:
             self.folder.settle()
@@ -119,17 +123,6 @@ class RunSaver:
         published = partial(remove_records, self.folder.records, cursor.num_rollouts, RECORD_BYTES, kept)
         write_more = partial(write_rollout, experience) if experience is not None else lambda _: None
         self.writer.save(Snapshot(cursor.step, text, begin_with_metrics, write_more, published))
-
-    def _state(self, policies: Mapping[int, Policy]) -> Mapping[str, Any]:
-        """Returns the content of `state.json`."""
-        trainer, cursor = self.trainer, self.trainer.cursor
-        return {
-            **state_of(cursor, trainer.learner, trainer.experience, policies, self.identity, trainer.start_model),
-            "log": self.log.state(),
-            "metrics": self.log.last | (self.log.evaluated if cursor.evaluated_step == cursor.step else {}),
-            "metrics_bytes": self.folder.num_metrics_bytes,
-            "origin": self.origin,
-        }
 
     def save_and_wait(self) -> bool:
         """Writes a checkpoint of the current state, and returns whether there is one."""
