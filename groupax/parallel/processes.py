@@ -73,10 +73,8 @@ def own_address(host: str) -> str | None:
 
 GRACE_S = 10.0  # for a process to end on its own after another one has failed
 EXPLANATION_S = 3.0  # from an error until the process that caused it reports why
-KEYS, FAILED = (
-    "groupax",
-    "failed",
-)  # folder of the service's keys, and the key under which the first failure is explained
+KEYS = "groupax"  # folder of the keys in the service
+FAILED = "failed"  # key under which the first process that fails says why
 SIGNATURE_BYTES = 32
 LOOK_MS = 500  # between two looks whether another process has failed
 

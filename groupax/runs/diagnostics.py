@@ -126,6 +126,15 @@ def reward_diagnostics(errors: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def tracker_diagnostics(errors: Mapping[str, str]) -> dict[str, str]:
+    """Returns the diagnostics of trackers that failed, by the error of each."""
+    return {
+        f"tracker_{name}_failed": f"{name} failed and receives nothing more ({error}); training continues, and "
+        "metrics.jsonl has everything"
+        for name, error in errors.items()
+    }
+
+
 def logp_limit(args: GRPOConfig, is_float32: bool) -> float:
     """Returns the tolerated difference between the engine's and the trainer's log-probs, averaged over a step's tokens.
 

@@ -351,7 +351,6 @@ def test_without_room_a_run_stops_and_loses_nothing(small_disk, earlier, caplog,
     def filling(completion_ids, trainer_state):
         if trainer_state.step == step - 1:
             trainer.run.saver.writer.wait()  # what it could not write would make room again
-            trainer.run.saver.states.writer.wait()
             fill(small_disk)
         return count_a(completion_ids)
 

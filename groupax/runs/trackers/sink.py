@@ -7,6 +7,7 @@ from pathlib import PurePath
 from groupax.core.config import RunConfig
 from groupax.core.types import Metrics
 from groupax.events import Diagnosed, Emit, Evaluated, Event, PhaseStarted, RunStarted, StepEnded
+from groupax.runs.diagnostics import tracker_diagnostics
 from groupax.runs.folder import RunFolder
 from groupax.runs.trackers.tracker import TrackedRun, Tracker, finite, open_tracker, samples_of
 
@@ -82,8 +83,5 @@ class Trackers:
             call()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code
             self.running.pop(name, None)
-            text = (
-                f"{name} failed and receives nothing more ({type(error).__name__}: {error}); training continues, and "
-                "metrics.jsonl has everything"
-            )
-            self.emit(Diagnosed(self._step, f"tracker_{name}_failed", text))
+            for kind, text in tracker_diagnostics({name: f"{type(error).__name__}: {error}"}).items():
+                self.emit(Diagnosed(self._step, kind, text))
