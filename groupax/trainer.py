@@ -65,10 +65,10 @@ from groupax.runs.diagnostics import (
     setup_diagnostics,
     step_diagnostics,
 )
-from groupax.runs.header import data_name, memory_facts, model_facts, recomputation, time_facts
+from groupax.runs.header import data_name, memory_facts, model_facts, recomputation
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import run_card
-from groupax.runs.progress.display import Progress, headline_text, result_html, short_number
+from groupax.runs.progress.display import Progress, headline_text
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.step_record import step_record
 from groupax.runs.trainer import Description, Trainer, make_learner
@@ -98,11 +98,6 @@ class TrainResult:
         """Returns the main figures in one line."""
         figures = f"{self.num_steps:,} steps in {self.train_seconds:.1f} s, {self.rollout_tokens_per_s:,.0f} tokens/s"
         return f"<TrainResult: {figures} of sampling, {headline_text(self.metrics)}>"
-
-    def _repr_html_(self) -> str:
-        """Returns the result as a table, for notebooks."""
-        more = {"sampled tokens per second": short_number(self.rollout_tokens_per_s)}
-        return result_html(self.num_steps, self.train_seconds, self.metrics, more)
 
 
 class GRPOTrainer(Trainer):
@@ -215,7 +210,7 @@ class GRPOTrainer(Trainer):
             DivergedError: `max_bad_steps` updates in a row were not finite. The model of before is saved.
             RewardError: a reward function failed and `reward_errors` is "raise", or it failed for every completion of a
                 rollout, or no completion has had a reward in several rollouts or in the whole run.
-            PreemptedError: SIGTERM, SIGINT or a notice of maintenance asked the run to stop; its state is saved.
+            PreemptedError: SIGTERM or SIGINT asked the run to stop; its state is saved.
             RunError: the run cannot continue; its state is saved if there is room.
             ValueError: `resume` names a checkpoint that this run cannot continue, or no checkpoint there can be read.
             LockedError: another run works in the folder.
@@ -484,7 +479,6 @@ class GRPOTrainer(Trainer):
         return Description(
             facts,
             memory_facts(learner, num_rows, 0 if args.rollout_servers else self.engine.planned_bytes()),
-            time_facts(args, learner, self.start_model, self.prompts, schedule, rules.has_turns),
             [
                 f"{name} has prompts longer than {prompts.max_length} tokens: {prompts.num_dropped} dropped, "
                 f"{prompts.num_truncated} truncated, {len(prompts)} left"

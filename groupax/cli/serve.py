@@ -237,13 +237,9 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def _allow_open_files(num_connections: int) -> None:
-    """Raises this process's limit of open files to one for each connection; refuses more than the system allows."""
-    needed = num_connections + OTHER_FILES
+    """Raises this process's limit of open files to one for each connection, as far as the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY not in (soft, hard) and hard < needed:
-        raise ValueError(
-            f"--max_connections {num_connections} needs {needed} open files, and this system allows a process {hard}; "
-            f"set --max_connections to at most {hard - OTHER_FILES}, or raise the limit (ulimit -Hn)"
-        )
+    needed = num_connections + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -244,7 +244,7 @@ class FolderSink:
         if not num_last and not self._is_logged(step):
             return
         kept = found | {*range(step - num_last + 1, step)}
-        self.folder.write_rollouts(step, event.rollouts, event.scores, event.metrics["reward"], kept)
+        self.folder.write_rollouts(step, event.rollouts, event.scores, kept)
         passed = step - num_last
         if num_last and passed > 0 and passed not in found and not self._is_logged(passed):
             self.folder.remove_rollouts(passed)

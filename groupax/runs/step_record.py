@@ -76,21 +76,10 @@ def parsed_records(text: bytes) -> dict[int, StepRecord]:
         try:
             content = json.loads(line)
             digests = {name: tuple(content[name]) for name in STAGES if name != "update"}
-            if _is_whole(content, digests):
-                records[content["step"]] = StepRecord(**{**content, **digests})
+            records[content["step"]] = StepRecord(**{**content, **digests})
         except (ValueError, TypeError, KeyError, RecursionError):
             continue
     return records
-
-
-def _is_whole(content: Mapping[str, Any], digests: Mapping[str, tuple[Any, ...]]) -> bool:
-    """Returns whether the entries of a record have their types."""
-    counts = [content[name] for name in ("step", "num_rollouts", "num_prompts")]
-    numbers = [content["learning_rate"], *(content[name] or 0.0 for name in ("loss_value", "grad_norm"))]
-    texts = [content["update"], *(each for group in digests.values() for each in group)]
-    are_counts = all(type(each) is int and each >= 0 for each in counts)
-    are_numbers = all(type(each) in (int, float) for each in numbers)
-    return are_counts and are_numbers and all(isinstance(each, str) for each in texts)
 
 
 def row_digest(example: Mapping[str, Any]) -> str:

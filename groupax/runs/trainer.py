@@ -41,7 +41,6 @@ class Description:
 
     facts: Mapping[str, str]  # which its record has too
     plans: Mapping[str, str]  # the memory that it plans to use; likewise
-    expectations: Mapping[str, str] = field(default_factory=dict)  # which are only shown
     warnings: Sequence[str] = ()  # texts
     findings: Mapping[str, str] = field(default_factory=dict)  # what is wrong with its settings (see `diagnostics`)
 

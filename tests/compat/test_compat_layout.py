@@ -11,7 +11,7 @@ from groupax.compat import trl
 from groupax.compat.trl.layout import check_output_dir, checkpoint_to_resume
 from groupax.runs.checkpoints.choose import split_path, store_of
 from groupax.runs.checkpoints.store import HF
-from groupax.runs.report.record import read_run
+from groupax.runs.report import read_run
 from groupax.satellites.view.runs import Runs
 from tests.training.test_trainer import PROMPTS
 

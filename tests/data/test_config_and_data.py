@@ -158,7 +158,7 @@ def test_every_bad_setting_is_refused_where_it_is_given_or_can_work():
 
 def test_lists_paths_and_numpys_numbers_are_settings_too(tmp_path):
     settings = {"output_dir": tmp_path, "learning_rate": np.float64(0.5), "max_steps": np.int32(3)}
-    assert GRPOConfig(report_to="jsonl", lora_r=1, lora_target_modules="q_proj").report_to == ("jsonl",)
+    assert GRPOConfig(report_to="wandb", lora_r=1, lora_target_modules="q_proj").report_to == ("wandb",)
     config = GRPOConfig(reward_weights=[1, 0.5], **settings)
     assert config == GRPOConfig(reward_weights=(1, 0.5), output_dir=str(tmp_path), learning_rate=0.5, max_steps=3)
     assert json.loads(json.dumps(config.to_dict()))["output_dir"] == str(tmp_path)

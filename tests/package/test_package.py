@@ -86,7 +86,7 @@ WITHOUT_JAX = [
     "groupax.runs.folder",
     "groupax.runs.trackers.sink",
     "groupax.runs.rollout_log",
-    "groupax.runs.report.page",
+    "groupax.runs.report",
     "groupax.evaluation.items",
     "groupax.satellites.launch.local",
     "groupax.satellites.launch.slurm",

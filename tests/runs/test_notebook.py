@@ -86,5 +86,4 @@ def test_a_notebook_runs_and_changes_its_cell_in_place(name, tmp_path):
     training = next(cell for cell in notebook.cells if "trainer.train()" in cell.source)
     html = [output.data["text/html"] for output in training.outputs if "data" in output]
     assert sum("step 1/1" in each for each in html) == 1  # however often it changed
-    assert "all metrics of the last step" in html[-1]
     assert any((tmp_path / "runs" / name / "model").glob("*config.json"))

@@ -136,7 +136,7 @@ class GRPOConfig(Arguments):
             "save_interval_minutes": self.save_interval_minutes or 0.0,
             "resume": "auto" if self.resume_if_possible else "never",
             "logging_steps": self.log_steps,
-            "progress_bar": self.progress_bar_type,
+            "progress_bar": "rich" if self.progress_bar_type == "tqdm" else self.progress_bar_type,
             "report_to": ("wandb",) if self.use_wandb else (),
             "run_name": self.wandb_name or self.model_name,
             "project": f"EasyDeL-{self.model_name}",
