@@ -282,9 +282,10 @@ def _write(
 
     given = {**json.loads(special), **arguments, "return_assistant_tokens_mask": bool(GENERATION_TAG.search(template))}
     try:
-        [text], spans = render_jinja_template(conversations=[messages], chat_template=template, **given)
+        found: Any = render_jinja_template(conversations=[messages], chat_template=template, **given)
     except Exception as error:  # a template raises what it likes
         raise ValueError(f"the chat template fails: {error_line(f'{type(error).__name__}: {error}', 1100)}") from error
+    [text], spans = found
     return text, spans[0] if spans else []
 
 

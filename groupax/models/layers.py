@@ -160,18 +160,8 @@ def _quantized_linear(x: Float[Array, "*M I"], weight: Any) -> Float[Array, "*M 
     """Applies a quantized weight, which gets no gradient. The backward pass dequantizes it again."""
     weight = _depend_on(x, weight)
     if isinstance(weight, Nf4):
-        return _nf4_linear(x, weight)
+        return dense_linear(x, dequantize_nf4(weight, x.dtype))
     return dense_linear(x, weight.qvalue.astype(x.dtype)) * _scales(weight, x)
-
-
-def _nf4_linear(x: Float[Array, "*M I"], weight: Nf4) -> Float[Array, "*M O"]:
-    if traced_platform() == "gpu":
-        from groupax.models.kernels.triton_matmul import can_multiply, nf4_matmul_nt
-
-        flat = x.reshape(-1, x.shape[-1])
-        if can_multiply(flat, weight):
-            return nf4_matmul_nt(flat, weight).reshape(*x.shape[:-1], -1)
-    return dense_linear(x, dequantize_nf4(weight, x.dtype))
 
 
 def _quantized_backward(weight: Any, gradient: Array) -> tuple[Array, None]:

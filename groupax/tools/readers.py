@@ -345,11 +345,11 @@ def read_by_template(template: Mapping[str, Any], text: str, prompt: str) -> Par
     from transformers.utils.chat_parsing import ResponseParser
 
     try:
-        parser = ResponseParser(template, prefix=prompt)
+        parser = ResponseParser(dict(template), prefix=prompt)
         parser.feed(text)
         message, _ = parser.finalize()
         # the character shows that what precedes it is complete
-        events = ResponseParser(template, prefix=prompt).feed(text + "\0")
+        events = ResponseParser(dict(template), prefix=prompt).feed(text + "\0")
     except Exception as error:  # noqa: BLE001 - a template's patterns fail in many ways
         fault = f"the turn cannot be read: {type(error).__name__}: {str(error)[:300]}"
         return ParsedTurn("", "", (ToolCall("", {}, fault, text),))

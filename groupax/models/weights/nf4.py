@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, UInt8
 from safetensors import SafetensorError
 
 from groupax.core.storage.model_json import is_number
@@ -140,11 +140,11 @@ def dequantize_nf4(weight: Nf4, dtype: Any) -> Float[Array, "O I"]:
     scales = jnp.asarray(scale_code())[weight.scales.astype(jnp.int32)] * of_scale + weight.offset
     codes = jnp.stack([weight.codes >> 4, weight.codes & 15], axis=-1).reshape(-1)
     codes = jnp.pad(codes, (0, num_blocks * BLOCK - codes.shape[0])).reshape(num_blocks, BLOCK)
-    numbers = code_numbers(codes) * scales[:, None]
+    numbers = _code_numbers(codes) * scales[:, None]
     return numbers.reshape(-1)[: rows * columns].reshape(rows, columns).astype(dtype)
 
 
-def code_numbers(codes: Int[Array, "N B"] | UInt8[Array, "N B"]) -> Float[Array, "N B"]:
+def _code_numbers(codes: UInt8[Array, "N B"]) -> Float[Array, "N B"]:
     """Returns CODE[codes] by selecting on the bits, which compilers vectorize; a table lookup becomes a loop."""
     numbers = [jnp.float32(number) for number in CODE]
     for bit in range(4):
