@@ -1,6 +1,5 @@
 """Conversations: checks of their messages, and their rendering by chat templates. Imports no jax."""
 
-import html
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -380,22 +379,12 @@ def _probe(template: str, special: str, messages: list[dict[str, Any]]) -> str:
 
 
 def _check_complete(messages: Sequence[Mapping[str, Any]], text: str, name: str) -> None:
-    """Refuses a text that lacks a message.
-
-    The assistant's are exempt, since templates leave out its thoughts. One word of a tool's result is enough, since
-    templates encode results in other ways, e.g. as the items of a JSON object.
-    """
-    squeezed: str | None = None
+    """Refuses a text that lacks a message of the system or the user, which a template may write as JSON."""
+    squeezed = _squeeze(text)
     for number, message in enumerate(messages, 1):
-        if message["role"] == "assistant":
-            continue
-        for content in filter(str.strip, message_texts(message)):
-            if content in text:
-                continue
-            if message["role"] == "tool" and any(word[0] in text for word in re.finditer(r"\w+", content)):
-                continue
-            squeezed = _squeeze(text) if squeezed is None else squeezed
-            quoted = (json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1], html.escape(content))
+        contents = [] if message["role"] in ("assistant", "tool") else message_texts(message)
+        for content in contents:
+            quoted = (json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
             if not any(_squeeze(form) in squeezed for form in (content, *quoted)):
                 raise ValueError(
                     f"{name}: the chat template leaves out message {number} of {len(messages)}, which has the role "

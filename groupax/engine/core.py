@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from groupax.core.storage.folders import resolve_folder
-from groupax.data.prompts import ImageEncoder
 from groupax.engine.cache import num_cached_heads, num_recurrent
 from groupax.engine.constraints import ConstraintCompiler
 from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, Demand, Plan
@@ -23,6 +22,7 @@ from groupax.models.flops import find_config
 from groupax.models.params import shard_params, split_dims
 from groupax.models.recurrent import empty_state
 from groupax.models.specs import Params
+from groupax.models.vision.processing import PromptEncoder
 from groupax.models.vision.tower import FeatureCache
 from groupax.models.weights.checkpoint import Model, load_model
 from groupax.models.weights.nf4 import is_nf4
@@ -131,7 +131,7 @@ class EngineCore:
         if features is None and config.vision is not None:
             features = FeatureCache(config.vision, FEATURE_BYTES)
         self.features = features
-        self.image_encoder: ImageEncoder | None = None  # of prompts with images, if a model's folder has one
+        self.image_encoder: PromptEncoder | None = None  # of prompts with images, if a model's folder has one
 
     @property
     def params(self) -> Params:

@@ -10,15 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax.models import decoder, experts
+from groupax.models import experts
 from groupax.models.config import ClampedSwiglu
-from groupax.models.decoder import _norm_heads
 from groupax.models.experts import loop_over_experts, ragged_experts
-from groupax.models.families import read_config
 from groupax.models.kernels.triton_matmul import grouped_matmul
 from groupax.models.layers import NORMS
 from groupax.models.matmul import cpu_multiplies_bfloat16, matmul, matmul_nt
-from tests.conftest import TINY, assert_trees_match, rest_heavy
+from tests.conftest import assert_trees_match, rest_heavy
 
 
 def factors(*shapes, dtype=jnp.bfloat16):
@@ -222,15 +220,3 @@ def test_norms_and_their_gradients_follow_their_formulas_in_float64(kind, shape,
         np.testing.assert_allclose(
             np.asarray(own, np.float64), true, rtol=tolerance, atol=tolerance * np.abs(true).max()
         )
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("shared", [True, False], ids=["shared-weight", "weight-per-head"])
-def test_heads_that_are_normed_together_get_the_same_norms(shared, monkeypatch):
-    config = read_config({**TINY, "model_type": "qwen3"})
-    q, k = (jax.random.normal(jax.random.key(heads), (7, heads, 16)) for heads in (6, 2))
-    weights = [jax.random.normal(jax.random.key(9), x.shape[2 if shared else 1 :]) for x in (q, k)]
-    apart = _norm_heads(config, q, k, *weights)
-    monkeypatch.setattr(decoder, "traced_platform", lambda: "gpu")
-    together = _norm_heads(config, q, k, *weights)
-    assert_trees_match(together, apart)

@@ -167,7 +167,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 BAD = {
     # sizes
     "layers: 10**9": (config(num_hidden_layers=10**9), "num_hidden_layers=1000000000; it must be a whole number"),
-    "layers: 200": (config(num_hidden_layers=200), r"describes a model of 1,802 tensors \(200 layers\)"),
+    "layers: 200": (config(num_hidden_layers=200), "lacks 1782 weights"),
     "layers: one too many": (config(num_hidden_layers=3), "lacks 9 weights"),
     "layers: missing": (removed("config.json", "num_hidden_layers"), "lacks num_hidden_layers"),
     "hidden_size: 64.5": (config(hidden_size=64.5), r"hidden_size=64\.5; it must be a whole number"),
@@ -189,7 +189,6 @@ BAD = {
     "architectures: 5": (config(architectures=5), "architectures=5; it must be a list"),
     "attention_bias: 1": (config(attention_bias=1), "attention_bias=1; it must be true or false"),
     "quantization_config: list": (config(quantization_config=[1]), "quantization_config="),
-    "dtype: unknown": (config(dtype="int8"), "dtype='int8'; it must be float32, bfloat16 or float16"),
     "eos_token_id: text": (config(eos_token_id="x"), "eos_token_id='x'"),
     "generation: temperature": (config("generation_config.json", temperature="hot"), "temperature='hot'"),
     # config.json as a file
@@ -249,14 +248,10 @@ BAD_ADAPTER = {
     "a whole model too": (copied("adapter_model.safetensors", "model.safetensors"), "an adapter .* and a whole model"),
     "base: missing": (removed("adapter_config.json", "base_model_name_or_path"), "does not name the adapter's base"),
     "base: nowhere": (config("adapter_config.json", base_model_name_or_path="/nowhere"), "neither a model folder"),
-    "rank: text": (config("adapter_config.json", r="2"), "r='2'"),
+    "rank: text": (config("adapter_config.json", r="2"), "r must be a whole number, got '2'"),
     "rank: 10**9": (config("adapter_config.json", r=10**9), "has shape"),
-    "alpha: NaN": (config("adapter_config.json", lora_alpha=float("nan")), "lora_alpha=nan"),
+    "alpha: NaN": (config("adapter_config.json", lora_alpha=float("nan")), "lora_alpha must be .*, got nan"),
     "targets: no expression": (config("adapter_config.json", target_modules="("), "as a regular expression"),
-    "targets: an expression without end": (
-        config("adapter_config.json", target_modules="(.|.)*(.|.)*(.|.)*(.|.)*!"),
-        "takes longer than|matches no module",
-    ),
     "weights: missing": (removed("adapter_model.safetensors"), "pickled adapters are never loaded"),
     "weights: NaN": (
         tensors(lambda t: {k: np.full_like(v, np.nan) for k, v in t.items()}, "adapter_model.safetensors"),
