@@ -22,7 +22,6 @@ from groupax.models.experts import Router, Routing, mixture_of_experts
 from groupax.models.latent_attention import latent_attention
 from groupax.models.layers import (
     NORMS,
-    Weight,
     gated_mlp,
     linear,
     lookup,
@@ -344,7 +343,7 @@ def _residual(config: ModelConfig, x: Array, norm: Array | None) -> Array:
     return scaled(_norm(config, x, norm), config.residual_scale)
 
 
-def head_weights(params: Params) -> Weight:
+def head_weights(params: Params) -> Array:
     """Returns the matrix that turns hidden states into logits: the embedding itself if they are tied."""
     return params.get("head", params["embed"])
 

@@ -21,7 +21,6 @@ from groupax.engine.engine import Engine
 from groupax.models.lora import PREFIX, adapter_specs, count_params, trainable_params_line
 from groupax.models.specs import CORRECTION_NAMES, HEAD, embedding_name, model_specs
 from groupax.models.weights.checkpoint import Model
-from groupax.models.weights.nf4 import Nf4
 from groupax.models.weights.quantize import dense, dense_params, is_quantized
 from groupax.models.weights.saving import join_tensors, save_adapter, save_model, source_folders, specs_by_name
 from groupax.parallel import processes
@@ -399,7 +398,7 @@ class CausalLM:
             )
 
     def save_pretrained(self, folder: Any, **inert: Any) -> None:
-        """Writes a folder for transformers, or for PEFT if there is an adapter; 8-bit weights are dequantized."""
+        """Writes a folder for transformers, or for PEFT if there is an adapter."""
         warn_inert(inert, {"safe_serialization", "max_shard_size"}, "save_pretrained")
         sources = source_folders(self.model)
         if self.model.adapter is not None:
@@ -421,10 +420,5 @@ class CausalLM:
 
 
 def _storage_format(model: Model) -> Literal["same", "nf4"]:
-    """Returns "nf4" for a model with 4-bit weights; warns that 8-bit weights are dequantized."""
-    weights = jax.tree.leaves(model.params, is_leaf=lambda x: isinstance(x, Nf4))
-    if any(isinstance(weight, Nf4) for weight in weights):
-        return "nf4"
-    if is_quantized(model.params):
-        warn("save_pretrained: 8-bit weights are dequantized; nf4 is the only quantization that groupax writes")
-    return "same"
+    """Returns "nf4" for a model with 4-bit weights."""
+    return "nf4" if is_quantized(model.params) else "same"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,8 @@ from groupax.models.lora import Adapter, LoRAConfig, adapter_base, init_adapter,
 from groupax.models.params import init_params, param_shardings, shard_params, split_dims
 from groupax.models.specs import HEAD, Params, Spec, embedding_name, model_specs, num_params, spec_leaves
 from groupax.models.weights.mxfp4 import dequantized_tensors
-from groupax.models.weights.nf4 import FURTHER, is_nf4, read_nf4, without_nf4
-from groupax.models.weights.quantize import is_quantized, quantizer
+from groupax.models.weights.nf4 import FURTHER, is_nf4, quantize_nf4, read_nf4, without_nf4
+from groupax.models.weights.quantize import is_quantized
 from groupax.models.weights.tensor_files import (
     Tensors,
     cast,
@@ -109,7 +109,7 @@ def load_model(
             "Qwen/Qwen3-0.6B".
         dtype: Dtype of the weights in memory; None keeps each tensor's own.
         mesh: Devices of the weights; by default every device has a copy (see `parallel.mesh.default_mesh`).
-        weights: "int8", "float8" or "nf4" to quantize the layers' matrices as they are read.
+        weights: "nf4" to quantize the layers' matrices to 4 bits as they are read.
         base: Base of an adapter, if it is not the one that `adapter_config.json` names.
         max_positions: Longest sequence; None for the value in `config.json`, or for the original context if longer
             sequences need other rotary embeddings ("longrope"). It applies to all sequences (see `rope.frequencies`).
@@ -118,8 +118,9 @@ def load_model(
     Raises:
         ValueError: The folder is not a model's, its config or weights are unsupported, damaged or incomplete, or its
             dims are not divisible by the mesh.
-        ImportError: 8-bit weights are requested and qwix is not installed.
     """
+    if weights not in get_args(BaseWeights):
+        raise ValueError(f"weights must be one of {', '.join(get_args(BaseWeights))}, got {weights!r}")
     folder = resolve_folder(name_or_path)
     if (folder / ADAPTER_NAME).is_file():
         options = {"dtype": dtype, "mesh": mesh, "weights": weights, "max_positions": max_positions}
@@ -129,8 +130,6 @@ def load_model(
     whole_config, generation_config, config = _read_settings(folder)
     hf_config = text_config(whole_config)
     in_4_bits = is_nf4(hf_config.get("quantization_config"))
-    if in_4_bits and weights not in ("same", "nf4"):
-        raise ValueError(f"the weights in {folder} are in 4 bits; they cannot be quantized to {weights}")
     hf_config = without_mxfp4(without_nf4(hf_config))
     config = config if max_positions is None else replace(config, max_positions=max_positions)
     tensors = own_tensors(whole_config, config, dequantized_tensors(find_tensors(folder)), folder)
@@ -310,7 +309,7 @@ def make_weight_loader(
         quantized: Names of the weights that are in 4 bits already.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
-    quantize = None if weights == "same" else jax.jit(quantizer(weights), out_shardings=replicated)
+    quantize = None if weights == "same" else jax.jit(quantize_nf4, out_shardings=replicated)
 
     def load(spec: Spec, sharding: Any) -> Any:
         if spec.name in quantized:

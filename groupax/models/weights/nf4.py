@@ -1,8 +1,7 @@
 """4-bit NormalFloat quantization with double quantization (arXiv:2305.14314), in bitsandbytes' layout and files.
 
 64 consecutive numbers of a matrix share a scale, their largest magnitude. Each 256 scales are in turn quantized to
-8 bits, by a dynamic map with a scale of its own. That takes 0.516 bytes per number. qwix's "nf4" has no double
-quantization and takes a byte per number.
+8 bits, by a dynamic map with a scale of its own. That takes 0.516 bytes per number.
 """
 
 import json
