@@ -27,7 +27,6 @@ from groupax.episodes.record import FOLDER as RECORDS
 from groupax.evaluation.evaluate import Evaluation, evaluate, find_correctness_reward
 from groupax.events import Listener, PhaseStarted, StepStarted, TokenScores, ignore
 from groupax.models.weights.checkpoint import Model
-from groupax.models.weights.quantize import require_quantizer
 from groupax.parallel import processes
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.resolve import check_columns, resolve_weights
@@ -171,7 +170,6 @@ class GRPOTrainer(Trainer):
         self._shared_records = Path(args.output_dir).expanduser().absolute() / RECORDS
 
         self.emit(PhaseStarted("loading the model"))
-        require_quantizer(args.decoding_weights)
         self.start_model = model_for(args, model, lora)
         self.emit(PhaseStarted("encoding the prompts"))
         self.tokenizer = tokenizer_for(args, self.start_model, processing_class)

@@ -181,10 +181,8 @@ def models_of(command: Serve) -> "dict[str, Model]":
     """Loads the models of a command, by their names."""
     from groupax.engine.core import load_sharded
     from groupax.models.weights.checkpoint import load_adapter
-    from groupax.models.weights.quantize import require_quantizer
     from groupax.parallel.mesh import make_mesh
 
-    require_quantizer(command.weights)
     folders = dict(_named(text) for text in command.adapter)
     name = command.name or command.model
     if name in folders or len(folders) < len(command.adapter):

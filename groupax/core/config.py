@@ -203,12 +203,11 @@ class GRPOConfig(
                     f"use_kl_in_reward subtracts the KL from the sum of a completion's rewards, which {name} "
                     f"{undone!r} does not use; leave one of them out"
                 )
-        for name in ("decoding_weights", "base_weights"):
-            if self.decoding_tp > 1 and getattr(self, name) not in ("same", "bfloat16"):
-                raise ValueError(
-                    f"{name} {getattr(self, name)!r} are replicated on every device, and decoding_tp "
-                    f"{self.decoding_tp} would shard them; set decoding_tp to 1, or {name} to 'same'"
-                )
+        if self.decoding_tp > 1 and self.base_weights == "nf4":
+            raise ValueError(
+                f"base_weights 'nf4' are replicated on every device, and decoding_tp {self.decoding_tp} would shard "
+                "them; set decoding_tp to 1, or base_weights to 'same'"
+            )
         if self.max_staleness and self.rollout_correction == "none":
             raise ValueError(
                 f"max_staleness {self.max_staleness} trains on completions of an earlier policy, and nothing corrects "

@@ -18,7 +18,6 @@ from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
 from groupax.models.vision.processing import prompt_encoder
 from groupax.models.weights.checkpoint import Model, load_adapter
-from groupax.models.weights.quantize import require_quantizer
 
 
 class Engine(EngineCore):
@@ -77,7 +76,6 @@ class Engine(EngineCore):
         Raises:
             ValueError: There is no such model, it has no tokenizer, or its weights cannot be sharded so.
         """
-        require_quantizer(settings.get("weights", "same"))
         model = load_sharded(name_or_path, dtype, mesh, tp)
         assert model.source is not None, "a loaded model has a folder"
         loaded = {name: load_adapter(model, folder) for name, folder in (adapters or {}).items()}

@@ -10,18 +10,18 @@ from jaxtyping import Float, Int
 from groupax.core.types import PromptImages
 from groupax.data.chat import render
 from groupax.data.images import has_images, images_of, with_images, without_images
-from groupax.data.prompts import ImageEncoder
 from groupax.data.tokenizer import encode_prompts
 from groupax.engine.scheduler import Admission
 from groupax.engine.sequence import Sequence
 from groupax.models.vision.config import VisionConfig
 from groupax.models.vision.placement import continued, image_blocks
+from groupax.models.vision.processing import PromptEncoder
 from groupax.models.vision.tower import FeatureCache
 from groupax.parallel.pytree import pytree
 
 
 def encoded_prompts(
-    prompts: Any, tokenizer: Any, encoder: ImageEncoder | None
+    prompts: Any, tokenizer: Any, encoder: PromptEncoder | None
 ) -> tuple[list[np.ndarray], list[PromptImages | None]]:
     """Returns the token ids and the images of one prompt or a list of them: texts, lists of messages, or token ids.
 

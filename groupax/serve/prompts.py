@@ -14,10 +14,10 @@ from groupax.core.errors import MissingPackageError
 from groupax.core.settings.sampling import SamplingParams
 from groupax.core.types import PromptImages
 from groupax.data.chat import render, unknown_template_kwargs
-from groupax.data.prompts import ImageEncoder
 from groupax.data.tokenizer import decode, encode_prompts, encode_texts, encode_within
 from groupax.engine.constraints import HEADER, ConstraintCompiler, rule, supported
 from groupax.engine.engine import Engine
+from groupax.models.vision.processing import PromptEncoder
 from groupax.serve.chats import Text, decoded_images
 from groupax.serve.exchange import Exchange, TokenTexts
 from groupax.serve.requests import (
@@ -59,7 +59,7 @@ class ServedModel:
     constraints: ConstraintCompiler
     vocab_size: int
     max_positions: int
-    encoder: ImageEncoder | None = None
+    encoder: PromptEncoder | None = None
 
     @classmethod
     def of(cls, name: str, engine: Engine) -> "ServedModel":

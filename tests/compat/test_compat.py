@@ -366,12 +366,18 @@ def test_defaults_of_generate_are_those_of_transformers():
     assert {name: defaults.get(name) for name in GENERATION} == {**GENERATION, "max_length": 20}
 
 
+QLORA = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
+
 def test_quantization_settings():
     with pytest.warns(CompatWarning, match="4-bit weights are nf4 with double quantization"):
         assert hf.base_weights({"load_in_4bit": True}) == "nf4"
-    assert hf.base_weights(hf.BitsAndBytesConfig(load_in_8bit=True)) == "int8"
-    with pytest.raises(ValueError, match="neither load_in_4bit nor load_in_8bit"):
-        hf.base_weights({"bits": 4})
+    for ignored in ({"llm_int8_skip_modules": ["lm_head"]}, {"bnb_4bit_compute_dtype": "float16"}):
+        with pytest.warns(CompatWarning, match=f"{next(iter(ignored))}=.* changes nothing in groupax"):
+            assert hf.base_weights({**QLORA, **ignored}) == "nf4"
+    assert hf.base_weights(hf.BitsAndBytesConfig(**QLORA)) == "nf4"
+    with pytest.raises(ValueError, match="does not set load_in_4bit, the only quantization"):
+        hf.base_weights({"load_in_8bit": True})
     with pytest.raises(TypeError, match="bnb_4bit_quant_typ"):
         hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_typ="nf4")
     with pytest.raises(ValueError, match="does not support the LoRA settings use_dora"):

@@ -201,8 +201,11 @@ def test_the_given_model_of_compat_is_trained_in_place(folder, tmp_path):
 
 
 def test_a_base_is_quantized_unless_it_is_loaded_already(folder, tmp_path):
-    config, lora = hf.BitsAndBytesConfig(load_in_8bit=True), hf.LoraConfig(r=2)
-    assert policy_of(str(folder), a_config(tmp_path), config, lora).weights == "int8"
+    config, lora = (
+        hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+        hf.LoraConfig(r=2),
+    )
+    assert policy_of(str(folder), a_config(tmp_path), config, lora).weights == "nf4"
     loaded = hf.AutoModelForCausalLM.from_pretrained(folder)
     with pytest.warns(CompatWarning, match="quantization_config changes nothing: the model is already loaded"):
         assert policy_of(loaded, a_config(tmp_path), config, lora).weights == "same"

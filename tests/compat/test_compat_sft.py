@@ -102,9 +102,14 @@ def test_an_override_that_is_never_called_is_refused(tmp_path):
 
 
 def test_a_base_is_quantized_while_the_native_trainer_loads_it(folder, tmp_path):
-    quantized = {"quantization_config": hf.BitsAndBytesConfig(load_in_8bit=True), "peft_config": hf.LoraConfig(r=2)}
+    quantized = {
+        "quantization_config": hf.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+        ),
+        "peft_config": hf.LoraConfig(r=2),
+    }
     trainer = a_trainer(tmp_path, model=str(folder), **quantized)
-    assert trainer.native.args.base_weights == "int8"
+    assert trainer.native.args.base_weights == "nf4"
     assert is_quantized(trainer.native.model.params)
 
 

@@ -138,11 +138,6 @@ def test_a_token_takes_two_sums_per_layer_and_its_logits(mesh, tp):
         ({}, {"tp": 0}, "decoding with tp 0 needs a multiple"),
         ({}, {"tp": 4}, r"with tp 4: not divisible by it: kv_heads \(2\); choose a smaller tp"),
         ({"model_type": "olmo2"}, {"tp": 2}, r"heads \(1\) and kv_heads \(1\)"),
-        (
-            {},
-            {"tp": 2, "weights": "int8"},
-            "weights in int8 are replicated on every device: decode with tp 1 instead of 2",
-        ),
     ],
 )
 def test_what_devices_cannot_share_is_told(change, settings, message, tmp_path):

@@ -36,7 +36,7 @@ def trained(model, folder, **settings):
             "filter_budget": 2.0,
             "num_iterations": 2,
             "beta": 0.1,
-            "decoding_weights": "int8",
+            "decoding_weights": "bfloat16",
             "rollout_correction": "token_truncate",
         },
     ],

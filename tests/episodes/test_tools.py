@@ -291,7 +291,6 @@ DEFINITIONS = {
     "Point": {"type": "object", "properties": {"x": INTEGER, "next": {"$ref": "#/$defs/Point"}}, "required": ["x"]},
     "e%f": {"enum": [1, 2], "type": "integer"},
     "a/b": {"$ref": "#/$defs/e%25f"},
-    "loop": {"$ref": "#/$defs/loop"},
     "Circle": {"type": "object", "properties": {"kind": {"const": "circle"}, "r": STRING}},
     "Square": {"type": "object", "properties": {"kind": {"const": "square"}, "r": INTEGER}},
 }
@@ -331,15 +330,18 @@ def test_texts_of_xml_are_the_values_that_templates_write_so(schema, values):
     ("parameters", "given", "expected"),
     [
         ({"properties": {"a": INTEGER}}, {"a": "1", "more": "2"}, {"a": 1, "more": "2"}),
-        ({"properties": {"a": INTEGER, "b": {"enum": ["x"]}}, "required": ["c"]}, {"a": "1", "b": "y"}, None),
-        ({"$ref": "#/$defs/Square", "$defs": DEFINITIONS}, {"kind": "circle", "r": "1"}, {"kind": "circle", "r": 1}),
-        ({"properties": [1], "required": [[1]], "enum": 3, "$ref": 7}, {"a": "5"}, {"a": "5"}),
+        (
+            {"properties": {"a": INTEGER, "b": {"enum": ["x"]}}, "required": ["c"]},
+            {"a": "1", "b": "y"},
+            {"a": 1, "b": "y"},
+        ),
     ],
 )
 def test_an_argument_with_a_fault_does_not_change_the_others(parameters, given, expected):
-    values, faults = convert_arguments({"function": {"name": "f", "parameters": parameters}}, given, True)
-    assert values == ({"a": 1, "b": "y"} if expected is None else expected)
-    assert faults
+    schema = {"function": {"name": "f", "parameters": parameters}}
+    assert convert_arguments(schema, given) == expected
+    with pytest.raises(ValueError, match="the tool 'f' "):
+        check_arguments(schema, given, True)
 
 
 def test_a_schema_cannot_make_a_check_long():
@@ -360,7 +362,7 @@ def test_a_schema_cannot_make_a_check_long():
         {"properties": dict.fromkeys(names, INTEGER)},
     ):
         given = {"a": "[" * 50 + "1," * 5000, "a" * 60: "x"}
-        assert convert_arguments({"function": {"name": "f", "parameters": parameters}}, given, True)[0] == given
+        assert convert_arguments({"function": {"name": "f", "parameters": parameters}}, given) == given
     assert time.perf_counter() - start < 10
     many = list(range(20_000))
     parameters = {"properties": {"a": {"type": "array", "items": INTEGER}}}

@@ -293,7 +293,6 @@ def test_mistakes_are_told_in_one_line(argv, message, capsys):
 NEED = {
     "serve": ["serve", "--model", "nowhere"],
     "view": ["view", "{tmp}"],
-    "quantize": ["generate", "--model", "nowhere", "--prompt", "a", "--weights", "int8"],
     "math": ["eval", "--model", "nowhere", "--dataset", "{tmp}/rows.jsonl", "--reward_funcs", "math_accuracy"],
     "s3": ["resume", "s3://bucket/run"],
     "gcs": ["resume", "gs://bucket/run"],

@@ -330,12 +330,12 @@ def test_all_rows_truncated_and_masked_change_nothing(tmp_path, caplog):
 @pytest.mark.heavy
 def test_rollouts_may_decode_with_fewer_bits_and_little_memory(tmp_path):
     options = {"kv_cache_dtype": "bfloat16", "kv_cache_gb": 0.001, "rollout_correction": "token_truncate"}
-    trainer = a_trainer(tmp_path, max_steps=2, decoding_weights="int8", **options)
+    trainer = a_trainer(tmp_path, max_steps=2, decoding_weights="bfloat16", **options)
     assert trainer.engine.kv_bytes == 1_000_000
     assert trainer.engine.kv_dtype == jnp.bfloat16
     before = trainer.engine.params
     trainer.train()
-    assert trainer.engine.params is not before, "quantized again for each rollout"
+    assert trainer.engine.params is not before, "cast again for each rollout"
     assert all(0 < line["rollout/logp_diff_max"] < 0.1 for line in lines_of(tmp_path))
 
 

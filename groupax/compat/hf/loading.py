@@ -57,12 +57,14 @@ def base_weights(quantization_config: Any) -> BaseWeights:
         return "same"
     given = quantization_config
     get = given.get if isinstance(given, Mapping) else lambda name: getattr(given, name, None)
-    if get("load_in_8bit"):
-        return "int8"
+    if skipped := get("llm_int8_skip_modules"):
+        warn(f"llm_int8_skip_modules={skipped} changes nothing in groupax: all matrices of the layers are quantized")
+    if str(get("bnb_4bit_compute_dtype")).removeprefix("torch.") == "float16":
+        warn("bnb_4bit_compute_dtype=float16 changes nothing in groupax: bf16 of the config chooses the dtype")
     if not get("load_in_4bit"):
         raise ValueError(
-            f"quantization_config {type(quantization_config).__name__} sets neither load_in_4bit nor load_in_8bit, "
-            "the quantizations that groupax applies while loading"
+            f"quantization_config {type(quantization_config).__name__} does not set load_in_4bit, the only "
+            "quantization that groupax applies while loading"
         )
     kind, is_double = get("bnb_4bit_quant_type") or "fp4", bool(get("bnb_4bit_use_double_quant"))
     if kind != "nf4" or not is_double:

@@ -21,8 +21,7 @@ from groupax.engine.engine import Engine
 from groupax.models.lora import PREFIX, adapter_specs, count_params, trainable_params_line
 from groupax.models.specs import CORRECTION_NAMES, model_specs
 from groupax.models.weights.checkpoint import Model
-from groupax.models.weights.nf4 import Nf4
-from groupax.models.weights.quantize import dense, dense_params
+from groupax.models.weights.quantize import dense, dense_params, is_quantized
 from groupax.models.weights.saving import join_tensors, save_adapter, save_model, source_folders, specs_by_name
 from groupax.parallel import processes
 
@@ -352,14 +351,13 @@ class CausalLM:
             )
 
     def save_pretrained(self, folder: Any, **inert: Any) -> None:
-        """Writes a folder for transformers, or for PEFT if there is an adapter; 8-bit weights are dequantized."""
+        """Writes a folder for transformers, or for PEFT if there is an adapter."""
         warn_inert(inert, {"safe_serialization", "max_shard_size"}, "save_pretrained")
         sources = source_folders(self.model)
         if self.model.adapter is not None:
             save_into(partial(save_adapter, self.model), folder, sources)
         else:
-            weights = jax.tree.leaves(self.model.params, is_leaf=lambda x: isinstance(x, Nf4))
-            kind = "nf4" if any(isinstance(weight, Nf4) for weight in weights) else "same"
+            kind = "nf4" if is_quantized(self.model.params) else "same"
             save_into(partial(save_model, self.model, weights=kind), folder, sources)
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, **inert: Any) -> str:
