@@ -110,7 +110,6 @@ class Branch:
     turns: tuple[Turn, ...] = ()
     messages: tuple[Mapping[str, Any], ...] | None = None
     prompt: tuple[Mapping[str, Any], ...] | None = None
-    adapter: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +143,6 @@ class Rollout:
         environment: The environment itself, until the episode is scored; None without one.
         branches: Further streams of tokens of an episode whose program has rewritten its history, or has had several
             conversations. They have the rollout's advantage.
-        adapter: Name of the adapter that sampled it, in a run that trains several; None for the policy, or the base.
         images: Images of the prompt; None for a prompt of text.
         experts: Experts that its sampler chose (see `Row.experts`); None if they were not recorded.
 
@@ -172,7 +170,6 @@ class Rollout:
     environment_reward: float | None = None
     environment: Any = None
     branches: tuple[Branch, ...] = ()
-    adapter: str | None = None
     images: PromptImages | None = None
     experts: Int[np.ndarray, "T LA"] | None = None
 
@@ -255,7 +252,6 @@ class Row:
             by layer; -1 where they were not recorded. None leaves all choices to the model that is trained.
         is_failure: Whether it counts nowhere, as if it had never been, not even in the number of rows.
         is_branch: Whether it is a further stream of the episode of the row before.
-        adapter: Name of the adapter that it trains, in a run that trains several.
         images: Images of the prompt; None for a prompt of text.
     """
 
@@ -273,5 +269,4 @@ class Row:
     experts: Int[np.ndarray, "T LA"] | None = None
     is_failure: bool = False
     is_branch: bool = False
-    adapter: str | None = None
     images: PromptImages | None = None

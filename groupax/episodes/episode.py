@@ -230,7 +230,6 @@ class Episode:
             messages=None if is_text else tuple(self.messages),
             environment_reward=self.reward,
             environment=None if self.start.environment is None else self.start.environment.instance,
-            adapter=self.first.adapter,
             images=self.first.images,
             experts=stacked_experts(self.experts),
         )

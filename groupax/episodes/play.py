@@ -186,7 +186,7 @@ class Player:
         for first in self._sampler.sequences([first_ids], params, self._step, index):
             sample = first.sample_index
             row, first.prompt = prompts[sample]
-            first.adapter, first.images = self._rules.adapter_of(row), images
+            first.images = images
             place = next(self._places, None)
             episode = Episode(first, row, setup, starts[sample], self._params.max_tokens, num_retries, place)
             tasks.append(Task(self.play(episode, first if are_alike else None, open_each[sample])))
@@ -348,7 +348,7 @@ class Player:
         [sequence] = self._sampler.sequences([episode.stream], params, self._step, next(self._prompt_numbers))
         # its tokens have other positions than those of earlier turns, and therefore other random numbers
         sequence.sample_index, sequence.key = episode.first.sample_index, episode.first.key
-        sequence.adapter, sequence.images = episode.first.adapter, episode.first.images
+        sequence.images = episode.first.images
         return sequence
 
     def _turn_tokens(self, num_left: int) -> int:

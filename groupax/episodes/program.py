@@ -21,7 +21,6 @@ from groupax.parallel.processes import is_loopback
 from groupax.tools.runner import Outcome
 
 MODEL = "policy"  # name of the model for programs
-BASE = "base"  # name of the base of several adapters, which is not trained
 EVERYWHERE = ("0.0.0.0", "::", "")  # hosts that are no address to connect to
 Event = dict[str, Any]
 
@@ -33,8 +32,7 @@ class Endpoint:
     Attributes:
         url: Address of the session; requests to it belong to one episode.
         api_key: Key that clients send; on the loopback any is accepted, since the address is secret.
-        model: Name of the model; any is accepted, unless the run trains several adapters: then it is the first of them,
-            and requests name the one that answers.
+        model: Name of the model; any is accepted.
         is_over: Returns whether the episode has ended, so that nobody waits for the program any more.
     """
 
@@ -117,7 +115,6 @@ class TurnRequest:
         tool_choice: "auto", "required", or the name of the function to call as {"name": ...}.
         parallel: Whether a turn may have several calls.
         regex, json_schema: Constraint of the turn; None for none.
-        adapter: Name of the adapter that answers, in a run that trains several; None for the policy, or the base.
     """
 
     prompt: Any
@@ -130,7 +127,6 @@ class TurnRequest:
     parallel: bool = True
     regex: str | None = None
     json_schema: str | None = None
-    adapter: str | None = None
 
     @property
     def is_chat(self) -> bool:

@@ -52,8 +52,8 @@ class ProgramRun:
     """
 
     def __init__(self, episode: Episode, templates: Templates) -> None:
-        self.episode, self._templates = episode, templates
-        self._transcripts: dict[str | None, Transcript] = {}
+        self.episode = episode
+        self.transcript = Transcript(templates)
         self._counts: Counter[bytes] = Counter()  # number of times that each prompt was sampled from
         self.session: Session | None = None
         self.turns: list[SampledTurn] = []
@@ -76,13 +76,9 @@ class ProgramRun:
         read = [turn for turn in self.turns if turn.number not in self.gone]
         return sorted(read, key=lambda turn: (len(turn.prompt_ids), turn.stream.tobytes()))
 
-    def transcript(self, adapter: str | None) -> Transcript:
-        """Returns the conversations with an adapter, or with the policy."""
-        return self._transcripts.setdefault(adapter, Transcript(self._templates))
-
-    def key(self, prompt: np.ndarray, adapter: str | None) -> np.ndarray:
+    def key(self, prompt: np.ndarray) -> np.ndarray:
         """Returns the randomness of the next turn after a prompt, which does not depend on what else was asked."""
-        digest = prompt.tobytes() + (b"" if adapter is None else adapter.encode())
+        digest = prompt.tobytes()
         own = np.asarray(self.episode.first.key, np.uint32).tobytes()
         hashed = hashlib.blake2b(own + digest + str(self._counts[digest]).encode(), digest_size=8).digest()
         self._counts[digest] += 1
@@ -162,7 +158,7 @@ class Programs:
 
     async def _sampled(self, run: ProgramRun, number: int, request: TurnRequest) -> Answer:
         """Returns the turns of a request, or why it is refused, as servers refuse prompts that are too long."""
-        settings, params, transcript = self._rules.settings, self._params, run.transcript(request.adapter)
+        settings, params, transcript = self._rules.settings, self._params, run.transcript
         if run.num_asked + request.n > settings.max_turns:
             run.limit = run.limit or "max_turns"
             return Answer(refusal=(400, "max_turns", f"the episode has its {settings.max_turns} turns (max_turns)"))
@@ -199,7 +195,7 @@ class Programs:
         for sequence in sequences:
             text, messages = transcript.add(request, sequence.prompt, sequence.tokens)
             logps = sequence.policy_logps, sequence.sampler_logps
-            turn = SampledTurn(sequence.prompt, sequence.tokens, *logps, text, None, messages, number, request.adapter)
+            turn = SampledTurn(sequence.prompt, sequence.tokens, *logps, text, None, messages, number)
             run.turns.append(turn)
             if sequence.finish_reason == "length" and len(sequence.tokens) != request.max_tokens:
                 run.cut = "turn_length" if len(sequence.tokens) == settings.max_turn_tokens else "length"
@@ -216,8 +212,7 @@ class Programs:
                 raise ValueError(self._rules.constraint_fault)
             params = replace(params, regex=request.regex, json_schema=request.json_schema)
         [sequence] = self._sampler.sequences([prompt], params, self._step, next(self._numbers))
-        sequence.sample_index, sequence.key = run.episode.first.sample_index, run.key(prompt, request.adapter)
-        sequence.adapter = request.adapter
+        sequence.sample_index, sequence.key = run.episode.first.sample_index, run.key(prompt)
         return sequence
 
     def _room(self, run: ProgramRun, prompt: np.ndarray) -> int:

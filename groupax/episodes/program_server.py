@@ -27,7 +27,7 @@ from starlette.routing import Route
 from groupax.core.errors import RunError
 from groupax.data.tokenizer import context_tokens, decode_after
 from groupax.engine.sequence import text_before_stop
-from groupax.episodes.program import BASE, MODEL, Answer, Endpoint, Listening, Session, TurnRequest
+from groupax.episodes.program import MODEL, Answer, Endpoint, Listening, Session, TurnRequest
 from groupax.episodes.transcript import Templates
 from groupax.parallel import processes
 from groupax.parallel.processes import listen
@@ -90,8 +90,7 @@ class ProgramServer:
         """Returns the endpoint of a new session."""
         name, key = secrets.token_urlsafe(24), secrets.token_urlsafe(24) if self.listening.is_open else None
         self._sessions[name] = _OpenSession(session, templates, key)
-        model = next(iter(templates.adapters), MODEL)
-        return Endpoint(f"{self._url}/{name}", key or "groupax", model, is_over=lambda: session.has_ended)
+        return Endpoint(f"{self._url}/{name}", key or "groupax", is_over=lambda: session.has_ended)
 
     def remove(self, session: Session) -> None:
         """Forgets a session, whose address is not found any more."""
@@ -116,12 +115,11 @@ class ProgramServer:
     async def _models(self, http: HttpRequest) -> Response:
         """Handles /v1/models."""
         try:
-            adapters = self._reached(http).templates.adapters
+            self._reached(http)
         except ApiError as fault:
             return JSONResponse(fault.body, fault.status, fault.headers)
-        names = (*adapters, BASE) if adapters else (MODEL,)
-        cards = [{"id": name, "object": "model", "created": 0, "owned_by": "groupax"} for name in names]
-        return JSONResponse({"object": "list", "data": cards})
+        card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "groupax"}
+        return JSONResponse({"object": "list", "data": [card]})
 
     async def _respond(self, protocol: Protocol, http: HttpRequest) -> Response:
         """Handles a request for turns."""
@@ -142,7 +140,7 @@ class ProgramServer:
             fault = ApiError(400, str(error)) if refused else as_api_error(error, http.scope)
             session.refusal = fault.message  # with which an episode without turns is explained
             return JSONResponse(protocol.error_body(fault), fault.status, fault.headers)
-        tokenizer, name = templates.tokenizer, incoming.request.model or next(iter(templates.adapters), MODEL)
+        tokenizer, name = templates.tokenizer, incoming.request.model or MODEL
         prompt, asked = answer.turns[0].prompt.tolist(), incoming.request
         exchange = Exchange(asked, incoming.wire, name, [prompt], [], templates.token_texts, reader)
         turns = await run_in_threadpool(_turns, tokenizer, tuple(asked.stop), answer)
@@ -202,22 +200,17 @@ def _turns(tokenizer: Any, stop: Sequence[str], answer: Answer) -> list[Delta]:
 
 def _turn_request(incoming: Incoming, templates: Templates) -> TurnRequest:
     """Returns what a request asks for."""
-    asked, model = incoming.request, incoming.request.model
+    asked = incoming.request
     if not 1 <= asked.n <= MAX_TURNS:
         raise ApiError(400, f"n must be between 1 and {MAX_TURNS}, got {asked.n}", "n")
     if asked.max_tokens is not None and asked.max_tokens < 1:
         raise ApiError(400, f"a turn has at least one token, got max_tokens {asked.max_tokens}", "max_tokens")
-    if templates.adapters and model not in (None, BASE, *templates.adapters):
-        message = f"there is no model {model!r}; this run has {', '.join(templates.adapters)} and {BASE}"
-        raise ApiError(404, message, "model", "model_not_found")
-    adapter = None if model == BASE else model or next(iter(templates.adapters), None)
     given: dict[str, Any] = {
         "n": asked.n,
         "max_tokens": asked.max_tokens,
         "stop": asked.stop,
         "regex": asked.regex,
         "json_schema": asked.json_schema,
-        "adapter": adapter if templates.adapters else None,
     }
     if isinstance(asked, ChatRequest):
         if asked.continue_final_message or not asked.add_generation_prompt:

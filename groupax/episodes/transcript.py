@@ -29,16 +29,11 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Templates:
-    """The bridges and formats of turns of a tokenizer, which the episodes of a run share. Threads may share it.
-
-    Attributes:
-        adapters: Names of the adapters that requests may name as their model; empty where one policy answers all.
-    """
+    """The bridges and formats of turns of a tokenizer, which the episodes of a run share. Threads may share it."""
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any], eos_ids: Sequence[int] = ()) -> None:
         self.tokenizer, self.template_kwargs, self._eos_ids = tokenizer, template_kwargs, eos_ids
         self.token_texts = TokenTexts(tokenizer)
-        self.adapters: tuple[str, ...] = ()
         self._formats = TurnFormats(tokenizer)
         self._bridge = lru_cache(maxsize=KINDS)(self._new_bridge)
 

@@ -47,7 +47,7 @@ from groupax.rollouts.completions import (
     with_logged,
 )
 from groupax.rollouts.state import Cursor, Experience, Group, UpdateSchedule, masked_ends, row_of, row_of_branch
-from groupax.training.adapters import PolicyLearner
+from groupax.training.learner import Learner
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ class Collector:
     args: GRPOConfig
     schedule: UpdateSchedule
     prompts: PromptSet
-    learner: PolicyLearner
+    learner: Learner
     engine: PolicySampler
     episodes: Episodes
     scoring: Scoring
@@ -280,11 +280,6 @@ class Collector:
             own |= trl_zero_std_frac(advantages, args.scale_rewards, args.multi_objective_aggregation)
         if reward := self.scoring.correctness_reward:
             own |= solved_metrics(np.array([[row.rewards[reward] for row in group] for group in groups], float))
-        for adapter in rules.adapters if rules.templates is None else ():  # programs ask several for one answer
-            if trained := [group for group in groups if group[0].adapter == adapter]:
-                rewards = reward_matrix(names, [row for group in trained for row in group if not row.is_failure])
-                of_adapter = reward_metrics(names, rewards, self.advantages(trained))
-                own[f"adapters/{adapter}/reward"] = of_adapter["reward"]
         metrics = own | metrics | {"epoch": (cursor.num_prompts + len(groups)) / self.num_prompts}
         num_new = sum(row.num_sampled_tokens for row in rows)
         num_tokens = num_new + sum(len(each.prompt_ids) for row in rows for each in (row, *row.branches))
@@ -341,7 +336,6 @@ def sample_groups(
     rows = [prompts.rows[index] for index in range(len(prompts.token_ids))]
     for sequence in sequences:
         number = sequence.prompt_index - prompts.first
-        sequence.adapter = rules.adapter_of(rows[number]) if rules.adapters else None
         sequence.images = prompts.images[number] if prompts.images else None
     groups: dict[int, list[Sequence]] = {}
     with closing(sampler.session()) as session:
@@ -380,7 +374,6 @@ def _rollout_of(
         policy_version=policy_version,
         text=text,
         mask=np.full(len(tokens), bool(sequence.tokens)),
-        adapter=sequence.adapter,
         images=sequence.images,
         experts=stacked_experts(sequence.experts) if sequence.experts else None,
     )

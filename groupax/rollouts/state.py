@@ -112,7 +112,6 @@ def row_of(rollout: Rollout, group: int, masked_ends: Collection[FinishReason], 
         sampler_logp=rollout.sampler_logps if with_sampler_logps else None,
         experts=rollout.experts,
         is_failure=rollout.is_failure,
-        adapter=rollout.adapter,
         images=rollout.images,
     )
 
@@ -130,7 +129,6 @@ def row_of_branch(branch: Branch, group: int, row: Row, advantage: float) -> Row
         sampler_logp=None if row.sampler_logp is None else branch.sampler_logps,
         experts=None,
         is_branch=True,
-        adapter=branch.adapter,
     )
 
 

@@ -172,8 +172,6 @@ def rollout_table(
         columns["experts"] = _lists(
             [None if row.experts is None else row.experts.ravel() for row in rollouts], np.int16
         )
-    if any(each.adapter is not None for row in rollouts for each in (row, *row.branches)):
-        columns["adapter"] = pa.array([row.adapter for row in rollouts], pa.string())
     if any(row.images is not None for row in rollouts):
         names = _once_per_prompt(rollouts, lambda row: [*map(image_name, images_of(row.example))])
         columns["images"] = pa.array(names, pa.list_(pa.string()))

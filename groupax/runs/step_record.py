@@ -60,7 +60,7 @@ def step_record(
         cursor.step,
         cursor.num_rollouts,
         cursor.num_prompts,
-        update.metrics.get("learning_rate", 0.0),  # there is none where no adapter has rows
+        update.metrics["learning_rate"],
         loss if math.isfinite(loss) else None,
         grad_norm if math.isfinite(grad_norm) else None,
         *(tuple(each[stage] for each in digests) for stage in range(4)),

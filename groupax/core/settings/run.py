@@ -184,7 +184,6 @@ OF_SCHEDULE = (
     "max_staleness",
     "prompt_order",
     "drop_last",
-    "adapters",
 )
 OF_SHAPES = (
     *("lora_r", "lora_target_modules", "lora_bias", "lora_modules_to_save", "base_weights", "dtype", "optimizer"),

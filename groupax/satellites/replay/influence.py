@@ -20,7 +20,6 @@ from jaxtyping import Array, Float
 from groupax.core.types import Row
 from groupax.models.specs import Params
 from groupax.parallel.collectives import to_host
-from groupax.training.adapters import AdapterLearners, PolicyLearner
 from groupax.training.learner import Learner
 
 
@@ -39,43 +38,25 @@ class Influence:
     norm: float
 
 
-def influence_of(learner: PolicyLearner, rows: Sequence[Row], parts: Sequence[Sequence[int]]) -> Influence:
-    """Returns the influence of parts of a step's rows on its gradient, before the update.
-
-    With several adapters, each of which has a gradient of its own, the shares are those in all of them together.
-    """
-    norms, dots = np.zeros(len(parts)), np.zeros(len(parts))
-    for own in learner.each.items() if isinstance(learner, AdapterLearners) else [(None, learner)]:
-        squares, products = _products(own[1], *_of_adapter(rows, parts, own[0]), len(parts))
-        norms, dots = norms + squares, dots + products
+def influence_of(learner: Learner, rows: Sequence[Row], parts: Sequence[Sequence[int]]) -> Influence:
+    """Returns the influence of parts of a step's rows on its gradient, before the update."""
+    norms, dots = _products(learner, rows, parts)
     total = float(np.nansum(dots))
     shares = dots / total if total > 0 else np.where(np.isnan(dots), np.nan, 0.0)
     return Influence(tuple(shares.tolist()), tuple(np.sqrt(norms).tolist()), max(total, 0.0) ** 0.5)
 
 
-def _of_adapter(
-    rows: Sequence[Row], parts: Sequence[Sequence[int]], adapter: str | None
-) -> tuple[list[Row], dict[int, list[int]]]:
-    """Returns the rows that a learner trains on, and the indices among these of each part that has any."""
-    indices = [index for index, row in enumerate(rows) if row.adapter == adapter] if adapter else range(len(rows))
-    place = {index: number for number, index in enumerate(indices)}
-    own = {number: [place[index] for index in part if index in place] for number, part in enumerate(parts)}
-    return [rows[index] for index in indices], {number: part for number, part in own.items() if part}
-
-
-def _products(
-    learner: Learner, rows: Sequence[Row], parts: dict[int, list[int]], num: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _products(learner: Learner, rows: Sequence[Row], parts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Returns the squared norm of each part's gradient, and its product with the sum of all that are finite."""
-    squares, dots = np.zeros(num), np.zeros(num)
+    squares, dots = np.zeros(len(parts)), np.zeros(len(parts))
     total: Any = None
-    for number, gradient in zip(parts, learner.gradients(rows, [*parts.values()]), strict=True):
+    for number, gradient in enumerate(learner.gradients(rows, parts)):
         squares[number] = to_host(_dot(gradient, gradient))
         if np.isfinite(squares[number]):
             total = gradient if total is None else _sum(total, gradient)
     bad = ~np.isfinite(squares)
     squares[bad] = dots[bad] = np.nan
-    for number, gradient in zip(parts, learner.gradients(rows, [*parts.values()]) if parts else (), strict=True):
+    for number, gradient in enumerate(learner.gradients(rows, parts)):
         if not bad[number]:
             dots[number] = to_host(_dot(gradient, total))
     return squares, dots
