@@ -133,12 +133,11 @@ class Rollout:
         policy_version: Number of optimizer steps that the sampling weights had seen.
         text: Decoded completion, including its stop string, without special tokens.
         rewards: Reward of each reward function for the whole, None where it does not apply; empty before scoring.
-        advantage: Advantage of the episode, or of its first turn where turns have their own; NaN before scoring.
+        advantage: Advantage of the episode; NaN before scoring.
         extra: Values that reward functions logged in addition to rewards.
         mask: Tokens that the model sampled; all of them by default.
         turns: The turns; by default one, of all tokens.
         messages: Messages after the prompt of a conversation of several turns; None where `text` is the only one.
-        turn_advantages: Advantage of each turn; None for `advantage` at all of them.
         environment_reward: Sum of what the environment gave for the turns and for the whole; None without any.
         environment: The environment itself, until the episode is scored; None without one.
         branches: Further streams of tokens of an episode whose program has rewritten its history, or has had several
@@ -166,7 +165,6 @@ class Rollout:
     mask: np.ndarray = _ALL_TOKENS
     turns: tuple[Turn, ...] = ()
     messages: tuple[Mapping[str, Any], ...] | None = None
-    turn_advantages: tuple[float, ...] | None = None
     environment_reward: float | None = None
     environment: Any = None
     branches: tuple[Branch, ...] = ()
@@ -198,10 +196,6 @@ class Rollout:
             first = int(np.argmax(mask & ~in_turns))
             raise ValueError(
                 f"token {first} of a rollout is marked as sampled, and it is in none of its {len(turns)} turns"
-            )
-        if self.turn_advantages is not None and len(self.turn_advantages) != len(turns):
-            raise ValueError(
-                f"turn_advantages must have one number per turn, got {len(self.turn_advantages)} for {len(turns)} turns"
             )
 
     @property

@@ -1,6 +1,5 @@
 """Collects experience: groups of completions with rewards, advantages and log-probs, for updates to train on."""
 
-import itertools
 from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import closing
@@ -33,9 +32,8 @@ from groupax.objective.advantages import (
     group_advantages,
     with_penalty,
 )
-from groupax.objective.turn_credit import return_advantages
 from groupax.parallel import processes
-from groupax.rewards.contract import reward_matrix, turn_reward_matrices
+from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner, Scored
 from groupax.rollouts.completions import (
     completion_metrics,
@@ -393,9 +391,6 @@ def advantages_of(
     penalty: np.ndarray | None = None,
 ) -> Advantages:
     """Returns the advantages of completions by their rewards."""
-    if settings.turn_credit == "returns":
-        matrices = turn_reward_matrices(names, rollouts)
-        return return_advantages(matrices, weights, num_generations, settings.scale_rewards, settings.turn_discount)
     rewards = reward_matrix(names, rollouts)
     totals = np.where(np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards * weights, axis=1))
     if settings.reward_clip_range is not None:
@@ -411,9 +406,8 @@ def advantages_of(
 
 def with_advantages(groups: Many[Group], advantages: Advantages) -> list[Group]:
     """Returns groups whose completions have these advantages, in their order."""
-    values, of_turns = iter(advantages.values.tolist()), advantages.turns
-    turns = itertools.repeat(None) if of_turns is None else (tuple(own.tolist()) for own in of_turns)
-    return [[replace(row, advantage=next(values), turn_advantages=next(turns)) for row in group] for group in groups]
+    values = iter(advantages.values.tolist())
+    return [[replace(row, advantage=next(values)) for row in group] for group in groups]
 
 
 def _with(rows: Many[Row], name: str, values: Many[np.ndarray]) -> list[Row]:

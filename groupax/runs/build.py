@@ -207,11 +207,6 @@ def rules_for(
     rules = make_rules(tokenizer, settings, tools, environments, args.chat_template_kwargs, eos_ids)
     if rules.templates is None:
         return rules
-    if args.turn_credit == "returns":
-        raise ValueError(
-            "turn_credit='returns' gives turns the rewards that come after them, and the reward of a program comes at "
-            "its end; leave turn_credit as it is"
-        )
     fault = UNCORRECTED_CONSTRAINT if args.rollout_correction == "none" else None
     return replace(rules, constraint_fault=fault)
 

@@ -112,7 +112,7 @@ def _group_digests(group: Sequence[Rollout]) -> tuple[str, ...]:
         values = [np.nan if value is None else value for value in rollout.rewards.values()]
         rewards += [*rollout.rewards, np.asarray(values, np.float64)]
         rewards += [json.dumps([*turn.rewards.items()]) for turn in rollout.turns if turn.rewards]
-        advantages.append(np.asarray((rollout.advantage, *(rollout.turn_advantages or ())), np.float32))
+        advantages.append(np.asarray([rollout.advantage], np.float32))
     return row_digest(group[0].example), *(_digest(each, GROUP_BYTES) for each in (parts, rewards, advantages))
 
 

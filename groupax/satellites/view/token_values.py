@@ -1,6 +1,5 @@
 """The texts of tokens in a step's rollouts, and their values: log-probs, entropies and ratios."""
 
-import json
 import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -88,7 +87,6 @@ def _load(folder: Path, version: int) -> TokenTexts:  # noqa: ARG001
 
 
 PUSH = "advantage x ratio"
-TURN_ADVANTAGES, TURNS = "turn_advantages", "turns"
 SHOWN_TOKENS = 1_500  # of a completion, until all its tokens are requested
 
 
@@ -143,8 +141,7 @@ def token_channels(path: Path) -> dict[str, dict[str, str]]:
             if name.endswith("_logps") and name != "policy_logps":
                 ratio = f"ratio {name.removesuffix('_logps')} / policy"
                 channels[ratio] = {"kind": "ratio", "column": name, "over": "policy_logps"}
-    has_advantages = "advantage" in schema.names and (TURN_ADVANTAGES not in schema.names or TURNS in schema.names)
-    if has_advantages and {"policy_logps", "trainer_logps"} <= set(names):
+    if "advantage" in schema.names and {"policy_logps", "trainer_logps"} <= set(names):
         channels[PUSH] = {"kind": "push", "column": "trainer_logps", "over": "policy_logps"}
     order = ("logp", "entropy", "push", "ratio", "value")
     return dict(sorted(channels.items(), key=lambda item: (order.index(item[1]["kind"]), item[0] != "policy_logps")))
@@ -180,7 +177,7 @@ def token_values(
     with opened(path) as file:
         masked = has_mask(file.schema_arrow)
         columns += ["mask"] if masked else []
-        pushing = ("advantage", TURN_ADVANTAGES, TURNS, "finish_reason") if is_push else ()
+        pushing = ("advantage", "finish_reason") if is_push else ()
         columns += [name for name in pushing if name in file.schema_arrow.names]
         for batch in file.iter_batches(batch_size=64, columns=columns, use_threads=False):
             rows = np.flatnonzero(np.asarray(batch.column("prompt_index")) == prompt_index)
@@ -210,31 +207,17 @@ def pushes(ratios: np.ndarray, record: Mapping[str, Any], bounds: LossBounds) ->
 
     Args:
         ratios: [T] ratio of each token.
-        record: `advantage`, `finish_reason` and for turns with their own advantages `turn_advantages` and `turns`.
+        record: `advantage` and `finish_reason`.
         bounds: The tokens without a gradient. They are clipped where the surrogate is constant (arXiv:1707.06347, eq.
             7; `groupax.objective.losses.ppo_clip_loss`).
     """
-    advantages = _token_advantages(len(ratios), record)
+    advantages = np.full(len(ratios), np.nan if record["advantage"] is None else record["advantage"])
     if record.get("finish_reason") in bounds.masked_ends:
         return np.zeros(len(ratios)), ["masked"] * len(ratios)
     is_clipped = (advantages < 0) & ((ratios < bounds.low) | (ratios > bounds.delta))
     is_clipped |= (advantages > 0) & (ratios > bounds.high)
     dropped = ["clipped" if clipped else None for clipped in is_clipped.tolist()]
     return np.where(is_clipped, 0.0, advantages * ratios), dropped
-
-
-def _token_advantages(num_tokens: int, record: Mapping[str, Any]) -> np.ndarray:
-    """Returns [num_tokens] the advantage of each token: that of its turn, or else of the completion; NaN if unknown."""
-    own = record.get(TURN_ADVANTAGES)
-    if own is None:
-        return np.full(num_tokens, np.nan if record["advantage"] is None else record["advantage"])
-    advantages = np.full(num_tokens, np.nan)
-    try:
-        for turn, advantage in zip(json.loads(record[TURNS]), own, strict=True):
-            advantages[int(turn["start"]) : int(turn["end"])] = advantage
-    except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError):
-        return np.full(num_tokens, np.nan)
-    return advantages
 
 
 def _kind(name: str) -> str:
