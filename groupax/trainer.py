@@ -283,7 +283,7 @@ class GRPOTrainer(Trainer):
         """
         step, log = self.cursor.step, self.run.log
         staleness = step - 1 - sum(row.policy_version for row in rows) / len(rows)
-        log.step(step, update.metrics | {"rollout/staleness": staleness}, scores, update.distributions)
+        log.step(step, update.metrics | {"rollout/staleness": staleness}, scores)
         self.last_metrics = log.last
         record = step_record(self.cursor, log.rollouts, rows, update, self.learner.digest())
         self.run_folder.write_record(json.dumps(vars(record)) + "\n")

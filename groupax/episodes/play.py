@@ -43,7 +43,7 @@ from groupax.episodes.episode import Episode, EpisodeFailed, Start, group_seed
 from groupax.episodes.record import LEFT, Question, Record
 from groupax.episodes.rules import Rules, Setup
 from groupax.episodes.scheduler import Calls, Method, Scheduler, Task
-from groupax.tools.calls import ToolCall, answered_calls
+from groupax.tools.calls import ToolCall
 from groupax.tools.results import checked_reward
 from groupax.tools.runner import TIMED_OUT, Outcome, ToolRunner
 
@@ -321,7 +321,7 @@ class Player:
                 return "max_tool_calls"
             if settings.malformed_calls == "end" and any(call.fault for call in parsed.calls):
                 return "parse_error"
-            if parsed.calls and not (environment is not None and environment.answers(parsed.calls)):
+            if parsed.calls:
                 messages, is_done = await self._run_calls(episode, parsed.calls)
             elif environment is not None and "act" in environment.methods:
                 messages, is_done = await self._act(episode)
@@ -378,7 +378,7 @@ class Player:
         if outcome.kind:
             raise EpisodeFailed(outcome)
         messages, reward, is_done = outcome.value
-        episode.close_turn(answered_calls(episode.messages[-1], messages), reward)
+        episode.close_turn((), reward)
         return messages, is_done
 
     async def _score(self, episode: Episode) -> None:

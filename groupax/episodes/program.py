@@ -169,8 +169,6 @@ class Session:
         self._events: list[Event] = []  # that were not reported
         self._answered: list[tuple[int, str]] = []  # since the last event
         self._futures: list[concurrent.futures.Future[Answer]] = []  # by the number of the request
-        self._digests: list[bytes] = []
-        self._left: set[int] = set()  # requests whose clients have gone
         self.has_ended, self.refusal = False, ""
 
     def listen(self, report: Callable[[Outcome], None]) -> None:
@@ -179,23 +177,11 @@ class Session:
             self._report = report
             self._flush()
 
-    def ask(self, request: TurnRequest, is_retry: bool = False) -> "tuple[int, concurrent.futures.Future[Answer]]":
-        """Asks for turns; returns the number of the request, and its answer as soon as there is one.
-
-        The same request after one whose client has gone is that request again, and gets its answer.
-        """
-        content = json.dumps(asdict(request), sort_keys=True, default=str).encode()
-        digest = hashlib.blake2b(content, digest_size=16).digest()
+    def ask(self, request: TurnRequest) -> "tuple[int, concurrent.futures.Future[Answer]]":
+        """Asks for turns; returns the number of the request, and its answer as soon as there is one."""
         with self._lock:
-            for number, other in enumerate(self._digests):
-                if other == digest and (number in self._left or (is_retry and not self._futures[number].done())):
-                    if number in self._left:
-                        self._left.remove(number)
-                        self._add({"kind": "back", "number": number})
-                    return number, self._futures[number]
             number, future = len(self._futures), concurrent.futures.Future()
             self._futures.append(future)
-            self._digests.append(digest)
             if self.has_ended:
                 future.set_result(ENDED)
             else:
@@ -205,7 +191,6 @@ class Session:
     def leave(self, number: int) -> None:
         """Notes that the client of a request has gone without its answer."""
         with self._lock:
-            self._left.add(number)
             self._add({"kind": "gone", "number": number})
 
     def answer(self, number: int, answer: Answer) -> None:

@@ -128,8 +128,6 @@ class Programs:
                     run.answers[event["number"]] = task
                 elif event["kind"] == "gone":
                     run.gone.add(event["number"])
-                elif event["kind"] == "back":
-                    run.gone.discard(event["number"])
                 else:
                     return self._ended(run, event)
         raise AssertionError("events are counted without end")

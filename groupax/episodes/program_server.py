@@ -40,7 +40,6 @@ from groupax.serve.web import CLIENT_GONE, ApiError, as_api_error, check_key, js
 START_S = 30.0
 MAX_BODY_BYTES = 64 << 20
 MAX_TURNS = 64  # of one request
-RETRY_HEADER = "x-stainless-retry-count"  # of the clients of OpenAI and Anthropic
 
 _taken: dict[Listening, tuple["ProgramServer", int]] = {}  # with the numbers of those that use them
 _lock = threading.Lock()
@@ -167,7 +166,7 @@ class _OpenSession:
 
 async def _answer(session: Session, request: TurnRequest, http: HttpRequest) -> Answer:
     """Returns the answer to a request."""
-    number, future = session.ask(request, is_retry=http.headers.get(RETRY_HEADER, "0") not in ("", "0"))
+    number, future = session.ask(request)
     try:
         waiting = asyncio.shield(asyncio.wrap_future(future))
         answer: Answer = await unless_disconnected(waiting, http.receive, math.inf)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import numpy as np
 
 from groupax.core.config import RunConfig
 from groupax.core.settings.run import RolloutLogSettings
@@ -173,7 +172,6 @@ class RunLog:
         step: int,
         metrics: Metrics,
         scores: Mapping[int, TokenScores] | None = None,
-        distributions: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Emits that an optimizer step is complete.
 
@@ -181,7 +179,6 @@ class RunLog:
             step: Its number.
             metrics: Metrics of the update.
             scores: Token scores of completions of the last rollout, by index into that rollout.
-            distributions: Measurements of the weights by name.
         """
         now_s, compiled, at_start = time.perf_counter(), compilation(), self.compiled_at_start
         times = {
@@ -202,7 +199,7 @@ class RunLog:
         self.rollout_metrics, self.sampled = _without_times(self.rollout_metrics), []
         self.totals_before = self.num_sampled_tokens, self.rollout_s
         by_row = {self.first_row + index: each for index, each in (scores or {}).items()}
-        self.emit(StepEnded(step, metrics, logged, self.rollouts, by_row, distributions or {}))
+        self.emit(StepEnded(step, metrics, logged, self.rollouts, by_row))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Emits that the policy was evaluated."""

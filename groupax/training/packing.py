@@ -276,23 +276,6 @@ def pack(
     return [_pack_shards(rows, present, each, vision) for each in planned], [*known, *new]
 
 
-def pack_parts(
-    rows: Sequence[Row],
-    parts: Sequence[Sequence[int]],
-    num_shards: int,
-    share_prefix: SharePrefix = "auto",
-    attention_cost: AttentionCost = PLAIN,
-    vision: VisionConfig | None = None,
-) -> list[Packed]:
-    """Packs parts of a step's rows into a micro-batch each, all of one shape, on the first of the shards."""
-    groups = [group_rows(rows, part, share_prefix != "never") for part in parts]
-    num_tokens = round_up(max(map(load, groups)), MIN_TOKENS)
-    shape = make_bucket(groups, num_tokens, [each for own in groups for each in own], (), (0, 0), attention_cost)
-    present = [name for name in _OPTIONAL if any(getattr(row, name) is not None for row in rows)]
-    nothing: list[list[RowGroup]] = [[] for _ in range(num_shards - 1)]
-    return [_pack_shards(rows, present, MicroBatchPlan([own, *nothing], shape), vision) for own in groups]
-
-
 @lru_cache(maxsize=16)
 def attention_cost_with(fused: FusedAttention | None) -> AttentionCost:
     """Returns the cost of attention by a kernel, or by plain attention."""

@@ -37,7 +37,6 @@ ADD = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
     },
 }
-RETRY = {"x-stainless-retry-count": "1"}
 
 
 def post(base_url, path="chat/completions", headers=None, **body):
@@ -214,19 +213,6 @@ def test_the_streams_of_an_unruly_agent_are_those_built_by_hand():
     # the turn that both continue counts once, in one of the two
     assert sorted(found) in (sorted([*lone, forks[0], once[1]]), sorted([*lone, once[0], forks[1]]))
     assert row.num_sampled_tokens == sum(len(written(text)) for name, text in UNRULY.items() if name != "nobody")
-
-
-def test_a_retry_gets_the_answer_of_the_request_before():
-    class Impatient(Unruly):
-        def __call__(self, base_url):
-            self.give_up(base_url, [user("nobody")])
-            return float(said(base_url, [user("nobody")], RETRY)["content"] == "lost")
-
-    agent = Impatient()
-    [row], script = played(agent, n=1, script=SlowFor(lambda *_: "lost", "nobody", agent.gave_up))
-    assert row.environment_reward == 1.0
-    assert len(row.turns) == 1
-    assert len(script.prompts) == 1
 
 
 def test_equal_requests_are_different_turns_with_their_own_randomness():

@@ -105,7 +105,6 @@ def test_one_recipe_reads_the_mathematics_of_several_sources(tmp_path):
         ("gsm8k", {"answer": "1"}, "no text in a column question, problem or prompt; it has answer"),
         ("gsm8k", {"question": "?"}, "neither a column answer nor a column solution"),
         ("numinamath", {"problem": "?", "answer": " "}, "neither a column answer nor a column solution"),
-        ("tldr_length", {"text": "?"}, "it has no prompt; it has text"),
         ("arithmetic", {"prompt": "1+1="}, "needs the columns prompt and answer"),
     ],
 )
@@ -132,7 +131,7 @@ def test_folders_have_splits(tmp_path):
     assert load_examples(tmp_path / "c")[0] == {"prompt": "d"}
     Dataset.from_list([{"prompt": "e"}]).save_to_disk(tmp_path / "d")
     assert load_examples(tmp_path / "d")[0] == {"prompt": "e"}
-    assert load_recipe("tldr_length").eval_dataset(str(tmp_path / "d")) is None
+    assert load_recipe("numinamath").eval_dataset(str(tmp_path / "d")) is None
 
 
 def test_sources_that_have_no_rows_are_refused_with_what_there_is(tmp_path):

@@ -193,7 +193,7 @@ def test_a_completion_is_compared_with_the_others_of_its_group():
 def test_the_kl_of_a_completion_is_subtracted_from_its_reward(tmp_path):
     seen = []
     settings = {"use_kl_in_reward": True, "beta": 0.5, "advantage_estimator": "rloo", "max_steps": 2}
-    trainer = a_trainer(tmp_path, reward_clip_range=(0.0, 0.2), weight_distribution_log_steps=0, **settings)
+    trainer = a_trainer(tmp_path, reward_clip_range=(0.0, 0.2), **settings)
     trainer.listeners = [lambda event: seen.append(event) if isinstance(event, RolloutScored) else None]
     trainer.train()
     groups, metrics = seen[-1].groups, seen[-1].metrics

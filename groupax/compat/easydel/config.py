@@ -62,6 +62,7 @@ _INERT = {
     "the mesh is derived from the model, and compiled programs from the shapes": """
         auto_shard_states=True backend=None performance_mode=False low_mem_usage=True jax_distributed_config=None
         process_zero_is_admin=True step_partition_spec=None""",
+    "the norms of weights are not logged": "weight_distribution_log_steps=50",
     "the trainer's methods decide what runs": "do_train=True do_eval=False is_fine_tuning=True",
     "rollouts are sampled by groupax's own engine, in slots and pages that follow from the memory": """
         use_esurge_generation=True esurge_hbm_utilization=0.45 esurge_max_num_seqs=None esurge_page_size=32""",
@@ -138,7 +139,6 @@ class GRPOConfig(Arguments):
     use_wandb: bool = False
     wandb_name: str | None = None
     track_memory: Any = False
-    weight_distribution_log_steps: int = 0
     tools: Any = None
 
     def to_native(self) -> Any:

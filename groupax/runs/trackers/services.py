@@ -5,16 +5,14 @@
 * tensorboard: event files in `tensorboard/` of the run folder, by tensorboardX. The format stores scalars as float32.
 * trackio: a local database in TRACKIO_DIR, which `trackio show` shows.
 * jsonl: `tracked.jsonl` of the run folder with everything that trackers receive. Each line has `step` and `kind`, which
-  is "run", "metrics", "samples", "histograms" or "diagnostic".
+  is "run", "metrics", "samples" or "diagnostic".
 """
 
 import html
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from groupax.core.terminal.printable import printable
 from groupax.core.terminal.tables import table_html
@@ -64,9 +62,6 @@ class WandbTracker(Tracker):
     def samples(self, samples: Sequence[Sample]) -> None:
         self.run.log({"samples": self.wandb.Table(**_columns(samples)), "step": samples[0].step})
 
-    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        self.run.log({**{name: self.wandb.Histogram(each.tolist()) for name, each in values.items()}, "step": step})
-
     def diagnostic(self, step: int, name: str, text: str) -> None:
         del step
         self.run.summary[f"diagnostics/{name}"] = text
@@ -98,10 +93,6 @@ class TensorBoardTracker(Tracker):
         table = _columns(samples)
         self.writer.add_text("samples", table_html(table["data"], table["columns"]), samples[0].step)
 
-    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        for name, each in values.items():
-            self.writer.add_histogram(name, each, step)
-
     def diagnostic(self, step: int, name: str, text: str) -> None:
         self.writer.add_text(f"diagnostics/{name}", html.escape(text), step)
 
@@ -122,9 +113,6 @@ class TrackioTracker(Tracker):
 
     def samples(self, samples: Sequence[Sample]) -> None:
         self.run.log({"samples": self.trackio.Table(**_columns(samples))}, step=samples[0].step)
-
-    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        self.run.log({name: self.trackio.Histogram(each) for name, each in values.items()}, step=step)
 
     def diagnostic(self, step: int, name: str, text: str) -> None:
         level = self.trackio.AlertLevel(LEVELS[severity_of(name)])
@@ -151,9 +139,6 @@ class JsonLinesTracker(Tracker):
 
     def samples(self, samples: Sequence[Sample]) -> None:
         self._write("samples", samples[0].step, samples=[sample.row for sample in samples])
-
-    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        self._write("histograms", step, values={name: each.tolist() for name, each in values.items()})
 
     def diagnostic(self, step: int, name: str, text: str) -> None:
         self._write("diagnostic", step, name=name, text=text)
