@@ -25,7 +25,7 @@ class SetEvaluation:
 
     Attributes:
         items: Each prompt with its completions, in the order of the set.
-        estimates: pass@k, maj@k, the reward and each reward function, with 95 % intervals.
+        estimates: pass@k, maj@n, the reward and each reward function, with 95 % intervals.
         metrics: The estimates and their intervals, lengths, truncation, ends and calls of episodes, failures and
             omitted prompts, as plain numbers.
         params: Sampling parameters.
@@ -116,7 +116,7 @@ def evaluate(
     Args:
         sampler: Sampler with the weights to evaluate.
         episodes: How prompts become completions.
-        scoring: How completions get rewards. Without a correctness reward there are no pass@k and maj@k.
+        scoring: How completions get rewards. Without a correctness reward there are no pass@k and maj@n.
         prompts: Evaluation set.
         params: Sampling parameters.
         emit: Receives the phases of sampling and scoring.

@@ -181,24 +181,10 @@ def function_schema(function: Callable[..., Any], name: str, skip_first: bool = 
         DocstringParsingException,
         TypeHintParsingException,
         get_json_schema,
-        parse_google_format_docstring,
     )
 
     docstring = (inspect.getdoc(function) or "").strip()
-    if not docstring:
-        raise ValueError(
-            f"the tool {name!r} has no docstring, from which the model learns what it does; e.g. {EXAMPLE}"
-        )
     signature, hints = _parameters(function, name, skip_first)
-    described = parse_google_format_docstring(docstring)[1] or {}
-    for parameter in signature.parameters:
-        if parameter not in hints:
-            raise ValueError(f"the tool {name!r} has no type hint of its argument {parameter!r}; add one, e.g. : str")
-        if parameter not in described:
-            raise ValueError(
-                f"the tool {name!r} has no description of its argument {parameter!r}; add it to the section 'Args:' of "
-                f"the docstring, as in {EXAMPLE}"
-            )
 
     def described_function() -> None: ...
 
@@ -209,7 +195,10 @@ def function_schema(function: Callable[..., Any], name: str, skip_first: bool = 
     try:
         return get_json_schema(described_function)
     except (DocstringParsingException, TypeHintParsingException, ValueError) as error:
-        raise ValueError(f"the tool {name!r} has no JSON schema: {error_line(error)}") from error
+        raise ValueError(
+            f"the tool {name!r} has no JSON schema: {error_line(error)}; give each argument a type hint and a "
+            f"description, as in {EXAMPLE}"
+        ) from error
 
 
 def _parameters(function: Callable[..., Any], name: str, skip_first: bool) -> tuple[inspect.Signature, dict[str, Any]]:
