@@ -1,8 +1,6 @@
 """Recipes: rows to prompts, sources that work offline, and the programs and commands that run them."""
 
-import itertools
 import json
-from collections import Counter
 
 import numpy as np
 import pyarrow
@@ -31,9 +29,7 @@ from groupax.recipes.shapes.scenes import (
     draw,
     example,
     generate,
-    scenes,
 )
-from groupax.rewards.formats import think_answer_correct, think_answer_format
 from groupax.rewards.resolve import resolve_rewards
 from groupax.runs.trackers.tracker import BUILT_IN, PACKAGES
 from groupax.tools.tool import tools_from
@@ -323,18 +319,9 @@ SHAPES = (
 def test_what_is_asked_for_is_counted():
     scene = Scene(SHAPES, 255, "red")
     assert (scene.question, scene.answer) == ("How many red shapes?", "2")
-    assert scene.description == "red=1 circle;;;;blue square;;;;red=2 square"
     scene = Scene(SHAPES, 255, "square")
     assert (scene.question, scene.answer) == ("How many squares?", "2")
     assert Scene(SHAPES, 255, "green").answer == "0"
-
-
-def test_worked_solutions_get_the_full_reward():
-    drawn = list(itertools.islice(scenes(3), 50))
-    completions = [[{"role": "assistant", "content": scene.worked_solution}] for scene in drawn]
-    assert think_answer_format(completions=completions) == [1.0] * 50
-    assert think_answer_correct(completions=completions, answer=[scene.answer for scene in drawn]) == [1.0] * 50
-    assert len(Counter(scene.answer for scene in drawn)) > 3
 
 
 def test_pictures_show_the_shapes_in_their_cells():
