@@ -106,7 +106,7 @@ class TurnRequest:
     """A program's request for turns, which can be written as JSON.
 
     Attributes:
-        prompt: Messages, a text, or token ids.
+        prompt: Messages.
         tools: Schemas of functions in OpenAI's format.
         template_kwargs: Arguments for the chat template.
         n: Number of turns to sample.
@@ -117,7 +117,7 @@ class TurnRequest:
         regex, json_schema: Constraint of the turn; None for none.
     """
 
-    prompt: Any
+    prompt: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     template_kwargs: Mapping[str, Any] | None = None
     n: int = 1
@@ -127,11 +127,6 @@ class TurnRequest:
     parallel: bool = True
     regex: str | None = None
     json_schema: str | None = None
-
-    @property
-    def is_chat(self) -> bool:
-        """True if the prompt is a list of messages."""
-        return not isinstance(self.prompt, str) and bool(self.prompt) and not isinstance(self.prompt[0], int)
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,7 +34,7 @@ from groupax.parallel.processes import listen
 from groupax.serve.exchange import Delta, Exchange, collect, streamed
 from groupax.serve.prompts import template_kwargs
 from groupax.serve.protocols import PROTOCOLS, EventStream, Protocol
-from groupax.serve.requests import ChatRequest, CompletionRequest, Incoming
+from groupax.serve.requests import ChatRequest, Incoming
 from groupax.serve.web import CLIENT_GONE, ApiError, as_api_error, check_key, json_body, unless_disconnected
 
 START_S = 30.0
@@ -130,7 +130,7 @@ class ProgramServer:
         try:
             incoming = await run_in_threadpool(protocol.parse, await json_body(http, MAX_BODY_BYTES))
             request = await run_in_threadpool(_turn_request, incoming, templates)
-            reader = await run_in_threadpool(templates.reader, request) if request.is_chat else None
+            reader = await run_in_threadpool(templates.reader, request)
             answer = await _answer(session, request, http)
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
@@ -200,29 +200,27 @@ def _turns(tokenizer: Any, stop: Sequence[str], answer: Answer) -> list[Delta]:
 def _turn_request(incoming: Incoming, templates: Templates) -> TurnRequest:
     """Returns what a request asks for."""
     asked = incoming.request
+    if not isinstance(asked, ChatRequest):
+        raise ApiError(400, "a session answers chats; ask /v1/chat/completions, /v1/responses or /v1/messages")
     if not 1 <= asked.n <= MAX_TURNS:
         raise ApiError(400, f"n must be between 1 and {MAX_TURNS}, got {asked.n}", "n")
     if asked.max_tokens is not None and asked.max_tokens < 1:
         raise ApiError(400, f"a turn has at least one token, got max_tokens {asked.max_tokens}", "max_tokens")
-    given: dict[str, Any] = {
-        "n": asked.n,
-        "max_tokens": asked.max_tokens,
-        "stop": asked.stop,
-        "regex": asked.regex,
-        "json_schema": asked.json_schema,
-    }
-    if isinstance(asked, ChatRequest):
-        if asked.continue_final_message or not asked.add_generation_prompt:
-            raise ApiError(400, "a session answers with whole messages only", "continue_final_message")
-        given |= {
-            "tools": asked.callable_tools,
-            "template_kwargs": template_kwargs(asked, templates.tokenizer, incoming.hints),
-            "tool_choice": asked.tool_choice if asked.callable_tools else "auto",
-            "parallel": asked.parallel_tool_calls,
-        }
-    elif isinstance(asked, CompletionRequest) and (len(asked.prompts) > 1 or asked.echo):
-        raise ApiError(400, "a session answers one prompt a request, without echo", "prompt")
-    return TurnRequest(asked.prompts[0], **given)
+    if asked.continue_final_message or not asked.add_generation_prompt:
+        raise ApiError(400, "a session answers with whole messages only", "continue_final_message")
+    prompts: list[Any] = asked.prompts
+    return TurnRequest(
+        prompts[0],
+        tools=asked.callable_tools,
+        template_kwargs=template_kwargs(asked, templates.tokenizer, incoming.hints),
+        n=asked.n,
+        max_tokens=asked.max_tokens,
+        stop=asked.stop,
+        tool_choice=asked.tool_choice if asked.callable_tools else "auto",
+        parallel=asked.parallel_tool_calls,
+        regex=asked.regex,
+        json_schema=asked.json_schema,
+    )
 
 
 def take_server(listening: Listening) -> ProgramServer:

@@ -232,23 +232,6 @@ def test_equal_requests_are_different_turns_with_their_own_randomness():
     assert len(set(keys)) == len(keys) == 3
 
 
-def test_texts_and_token_ids_are_continued_too():
-    def completing(base_url):
-        first = post(base_url, "completions", prompt="once")["choices"][0]["text"]
-        post(base_url, "completions", prompt=f"once{first} and then")
-        ids = post(base_url, "completions", prompt=[5, 6], return_token_ids=True)["choices"][0]["token_ids"]
-        post(base_url, "completions", prompt=[5, 6, *ids, 7])
-
-    [row], _ = played(completing, n=1, score=None)
-    assert row.environment_reward is None
-    [text, ids] = sorted(streams(row), key=lambda each: -len(each[0]))
-    answered = written("yes")
-    assert ids == stream(([5, 6], None), (answered, True), ([7], False), (answered, True))
-    new = TOKENIZER.encode(" and then")
-    assert text == stream((TOKENIZER.encode("once"), None), (answered, True), (new, False), (answered, True))
-
-
-@pytest.mark.heavy
 def test_coroutine_functions_and_commands_are_programs_too():
     async def agent(base_url, word):
         message = await asyncio.to_thread(said, base_url, [user(word)])

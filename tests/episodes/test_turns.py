@@ -179,9 +179,9 @@ def model():
     return init_model({**TINY, "num_hidden_layers": 1}, seed=1)
 
 
-CASES = [("grpo", "token"), ("dapo", "sequence_token")]
+CASES = [("grpo", "token"), ("dapo", "sequence")]
 LOSSES = "grpo", "dapo", "cispo", "sapo", "dr_grpo", "luspo"
-CASES += [case for case in itertools.product(LOSSES, ("token", "sequence_token")) if case not in CASES]
+CASES += [case for case in itertools.product(LOSSES, ("token", "sequence")) if case not in CASES]
 
 
 @pytest.mark.parametrize(("loss_type", "level"), rest_heavy(CASES, quick=2))

@@ -16,7 +16,7 @@ CLIPPED: tuple[str, ...] = get_args(ClippedLossType)
 UNCLIPPED: tuple[str, ...] = tuple(name for name in get_args(LossType) if name not in CLIPPED)
 # Losses that are summed over tokens, so that one ratio per completion counts once for each of its tokens.
 WEIGHTED_BY_LENGTH: tuple[LossType, ...] = ("bnpo", "dr_grpo", "dapo", "cispo")
-ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token", "sequence_sum"]
+ImportanceSamplingLevel = Literal["token", "sequence", "sequence_sum"]
 KLEstimator = Literal["k2", "k3"]
 AdvantageEstimator = Literal["grpo", "rloo"]
 ScaleRewards = Literal["group", "batch", "none"]
@@ -50,9 +50,8 @@ class LossSettings:
     delta: float | None = ranged(None, 1e6)
     """Upper bound of the importance ratio for negative advantages (two-sided clipping); None for none."""
     importance_sampling_level: ImportanceSamplingLevel = "token"
-    """One importance ratio per token, or one per completion (GSPO). "sequence_token" is the latter with the gradient of
-    each token's own log-prob, for advantages that differ between turns (GSPO-token). "sequence_sum" is the ratio of the
-    probabilities of whole completions (RLOO), which GSPO takes to the power of one over the length."""
+    """One importance ratio per token, or one per completion (GSPO). "sequence_sum" is the ratio of the probabilities of
+    whole completions (RLOO), which GSPO takes to the power of one over the length."""
     sapo_temperature_pos: float = ranged(1.0, 1e6, low=1e-6)
     """Steepness of sapo's gate for positive advantages."""
     sapo_temperature_neg: float = ranged(1.05, 1e6, low=1e-6)
