@@ -17,7 +17,7 @@ from groupax.episodes.rules import Setup
 from groupax.tools.calls import ParsedTurn, ToolCall, assistant_message
 from groupax.tools.results import ToolResult
 from groupax.tools.runner import Outcome
-from groupax.tools.tool import Tool, match_calls
+from groupax.tools.tool import Tool, match_call
 
 SEEDS = 1 << 31
 
@@ -117,19 +117,17 @@ class Episode:
         """Number of tokens that may follow."""
         return self.max_tokens - len(self.mask)
 
-    def matched(self, calls: Sequence[ToolCall], seed: int) -> Sequence[tuple[Tool | None, ToolCall]]:
-        """Returns calls with the tools of this episode, which open what they need."""
+    def matched(self, call: ToolCall, seed: int) -> tuple[Tool | None, ToolCall]:
+        """Returns a call with the tool of this episode, for which its tools open what they need."""
         for open_state, state in self.tool_states.items():
             if state is None:
                 self.tool_states[open_state] = open_state(seed)
-        return match_calls({name: self._bound(tool) for name, tool in self.setup.tools.items()}, calls)
-
-    def _bound(self, tool: Tool) -> Tool:
+        tool, call = match_call(self.setup.tools, call)
+        if tool is None:
+            return None, call
         if tool.name in self.setup.own_tools:
-            owner = self.environment.instance
-        else:
-            owner = None if tool.open is None else self.tool_states.get(tool.open)
-        return tool if owner is None else tool.bind(owner)
+            return tool.bind(self.environment.instance), call
+        return tool if tool.open is None else tool.bind(self.tool_states[tool.open]), call
 
     def exceeds_calls(self, settings: EpisodeSettings, num_calls: int) -> bool:
         """Returns whether the calls of a new turn are more than an episode may have."""

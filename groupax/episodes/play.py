@@ -44,10 +44,11 @@ from groupax.episodes.record import LEFT, Question, Record
 from groupax.episodes.rules import Rules, Setup
 from groupax.episodes.scheduler import Calls, Method, Scheduler, Task
 from groupax.tools.calls import ToolCall
-from groupax.tools.results import checked_reward
+from groupax.tools.results import ToolResult, checked_reward, error_result
 from groupax.tools.runner import TIMED_OUT, Outcome, ToolRunner
 
 Open = Callable[[int], Coroutine[Any, Any, tuple[Start, int]]]
+ENDED = "not called, since an earlier call of the turn has ended the episode"
 LATER_TURNS = 1 << 30  # first index of the prompts of later turns, above those of any rollout
 
 
@@ -355,9 +356,23 @@ class Player:
         return min(num_left, self._rules.settings.max_turn_tokens or num_left)
 
     async def _run_calls(self, episode: Episode, calls: Sequence[ToolCall]) -> tuple[list[dict[str, Any]], bool]:
-        """Returns the results of a turn's calls as messages, and whether they end the episode."""
-        seed = group_seed(self._params.seed, self._step, episode.index[0])
-        results = await self._calls.run(episode.questions(calls), lambda: episode.matched(calls, seed))
+        """Returns the results of a turn's calls as messages, and whether they end the episode.
+
+        The calls run in their order, or at the same time if all of their tools are `parallel`. In order, none is made
+        after one that has ended the episode.
+        """
+        seed, tools = group_seed(self._params.seed, self._step, episode.index[0]), episode.setup.tools
+        pairs = [*zip(episode.questions(calls), calls, strict=True)]
+        running = [
+            partial(self._calls.call_tool, question, partial(episode.matched, call, seed)) for question, call in pairs
+        ]
+        results: list[ToolResult] = []
+        if all(call.name not in tools or tools[call.name].parallel for call in calls):
+            results = [await task for task in [Task(run()) for run in running]]
+        else:
+            for run in running:
+                is_over = any(result.done or result.is_infrastructure for result in results)
+                results.append(error_result(ENDED, 0.0, self._rules.max_result_bytes) if is_over else await run())
         messages = episode.add_results(calls, results)
         for call, result in zip(calls, results, strict=True):
             if result.is_infrastructure:

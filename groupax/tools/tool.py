@@ -138,16 +138,13 @@ def tools_of(environment_class: type, public: bool = False, reserved: Sequence[s
     return tools
 
 
-def match_calls(tools: Mapping[str, Tool], calls: Sequence[ToolCall]) -> list[tuple[Tool | None, ToolCall]]:
-    """Returns each call with its tool. A call of an unknown tool gets None, and a fault with the known names."""
-    return [(tools.get(call.name), call if call.name in tools else _unknown(tools, call)) for call in calls]
-
-
-def _unknown(tools: Mapping[str, Tool], call: ToolCall) -> ToolCall:
-    if call.fault:
-        return call
+def match_call(tools: Mapping[str, Tool], call: ToolCall) -> tuple[Tool | None, ToolCall]:
+    """Returns a call with its tool. A call of an unknown tool gets None, and a fault with the known names."""
+    if call.name in tools or call.fault:
+        return tools.get(call.name), call
     known = f"the tools are {', '.join(tools)}" if tools else "there are no tools"
-    return replace(call, fault=f"Tool {call.name:.80} not found{nearest(call.name[:80], tools) or ';'} {known}.")
+    fault = f"Tool {call.name:.80} not found{nearest(call.name[:80], tools) or ';'} {known}."
+    return None, replace(call, fault=fault)
 
 
 def _from_function(function: Any) -> Tool:

@@ -115,6 +115,33 @@ def test_limits_end_an_episode_with_their_own_reasons():
     assert all(len(row.completion_ids) <= 150 for row in group)
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+def test_calls_of_a_turn_run_in_order_unless_all_may_run_at_once(parallel):
+    log = []
+
+    @tool(parallel=True)
+    def slow() -> Step:
+        """Ends the episode, after some time."""
+        time.sleep(0.2)
+        log.append("slow")
+        return Step("end", done=True)
+
+    @tool(parallel=parallel)
+    def fast() -> str:
+        """Does something."""
+        log.append("fast")
+        return "done"
+
+    [[row]], _ = played(
+        lambda *_: call("slow") + call("fast"), [slow, fast], params=SamplingParams(n=1, max_tokens=900)
+    )
+    assert row.finish_reason == "done"
+    first, second = row.turns[0].calls
+    assert first.result == "end"
+    assert log == (["fast", "slow"] if parallel else ["slow"])
+    assert "has ended the episode" in second.result or parallel
+
+
 def test_a_turn_that_is_cut_off_runs_none_of_its_calls():
     ran = []
 
