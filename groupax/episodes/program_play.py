@@ -26,8 +26,8 @@ from groupax.engine.sequence import Sampler
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.branches import SampledTurn, rollout_of
 from groupax.episodes.episode import Episode, EpisodeFailed, group_seed
-from groupax.episodes.program import Answer, Endpoint, Event, Listening, ProgramClass, Session, TurnRequest
-from groupax.episodes.program_server import ProgramServer, give_back_server, take_server
+from groupax.episodes.program import Answer, Endpoint, Event, ProgramClass, Session, TurnRequest
+from groupax.episodes.program_server import server_at
 from groupax.episodes.record import LEFT, Question
 from groupax.episodes.rules import Rules
 from groupax.episodes.scheduler import Calls, Scheduler, Task
@@ -107,7 +107,6 @@ class Programs:
         self._rules, self._params, self._step = rules, params, step
         self._numbers, self.longest_prompt = itertools.count(), 0
         self._playing: set[ProgramRun] = set()
-        self._servers: dict[Listening, ProgramServer] = {}
         self._slots: dict[ProgramClass, threading.Semaphore] = {}
 
     async def run(self, episode: Episode) -> FinishReason:
@@ -233,15 +232,12 @@ class Programs:
             sequence.cancel()
         if run.session is not None:
             run.session.close()
-            for server in self._servers.values():
-                server.remove(run.session)
+            server_at(run.program.listening).remove(run.session)
 
     def close(self) -> None:
-        """Ends all runs, and the servers that nobody else uses."""
+        """Ends all runs."""
         for run in [*self._playing]:
             self.end(run)
-        for server in self._servers.values():
-            give_back_server(server)
 
     def rollouts(self, episodes: Sequence[Episode], policy_version: int) -> list[Rollout]:
         """Returns the rollouts of a group without their texts."""
@@ -260,10 +256,9 @@ class Programs:
         """Reports the next events of a run, whose program is started if need be."""
         if run.session is None:
             program, index = run.program, run.episode.index[0]
-            if program.listening not in self._servers:
-                self._servers[program.listening] = take_server(program.listening)
-            run.session, seed = Session(), group_seed(self._params.seed, self._step, index)
-            endpoint = self._servers[program.listening].add(run.session, self._rules.templates)
+            server, seed = server_at(program.listening), group_seed(self._params.seed, self._step, index)
+            run.session = Session()
+            endpoint = server.add(run.session, self._rules.templates)
             slots = self._slots.setdefault(program, threading.Semaphore(program.max_concurrent or 1 << 30))
             given = program, endpoint, copy.deepcopy(dict(run.episode.example)), seed, run.session, slots
             threading.Thread(target=_run, args=given, name="program", daemon=True).start()

@@ -41,7 +41,7 @@ START_S = 30.0
 MAX_BODY_BYTES = 64 << 20
 MAX_TURNS = 64  # of one request
 
-_taken: dict[Listening, tuple["ProgramServer", int]] = {}  # with the numbers of those that use them
+_servers: dict[Listening, "ProgramServer"] = {}
 _lock = threading.Lock()
 
 
@@ -75,13 +75,13 @@ class ProgramServer:
             lifespan="off",
             timeout_keep_alive=75,
         )
-        self._server = uvicorn.Server(config)
-        serve = lambda: asyncio.run(self._server.serve([self._socket]))  # noqa: E731
-        self._thread = threading.Thread(target=serve, name="program server", daemon=True)
-        self._thread.start()
+        server = uvicorn.Server(config)
+        serve = lambda: asyncio.run(server.serve([self._socket]))  # noqa: E731
+        thread = threading.Thread(target=serve, name="program server", daemon=True)
+        thread.start()
         deadline_s = time.monotonic() + START_S
-        while not self._server.started:
-            if time.monotonic() > deadline_s or not self._thread.is_alive():
+        while not server.started:
+            if time.monotonic() > deadline_s or not thread.is_alive():
                 raise RunError("the server that programs ask for turns did not start")
             time.sleep(0.005)
 
@@ -95,12 +95,6 @@ class ProgramServer:
         """Forgets a session, whose address is not found any more."""
         for name in [name for name, each in self._sessions.items() if each.session is session]:
             del self._sessions[name]
-
-    def close(self) -> None:
-        """Ends the server; what was asked of it is answered, or not at all."""
-        self._server.should_exit = self._server.force_exit = True
-        self._thread.join(START_S)
-        self._socket.close()
 
     def _reached(self, http: HttpRequest) -> "_OpenSession":
         """Returns the session of a request."""
@@ -223,19 +217,9 @@ def _turn_request(incoming: Incoming, templates: Templates) -> TurnRequest:
     )
 
 
-def take_server(listening: Listening) -> ProgramServer:
-    """Returns the server that listens there, which all rollouts of this process share, and starts it if need be."""
+def server_at(listening: Listening) -> ProgramServer:
+    """Returns the server that listens there, which is started if need be, and serves until the process ends."""
     with _lock:
-        server, num_users = _taken.get(listening) or (ProgramServer(listening), 0)
-        _taken[listening] = server, num_users + 1
-        return server
-
-
-def give_back_server(server: ProgramServer) -> None:
-    """Ends a server that nobody uses any more."""
-    with _lock:
-        _, num_users = _taken.pop(server.listening)
-        if num_users > 1:
-            _taken[server.listening] = server, num_users - 1
-        else:
-            server.close()
+        if listening not in _servers:
+            _servers[listening] = ProgramServer(listening)
+        return _servers[listening]

@@ -21,7 +21,7 @@ from groupax.core.settings.rollouts import EpisodeSettings
 from groupax.core.settings.sampling import SamplingParams
 from groupax.episodes.play import Prompts
 from groupax.episodes.program import Listening
-from groupax.episodes.program_server import give_back_server, take_server
+from groupax.episodes.program_server import server_at
 from groupax.episodes.record import Record
 from groupax.episodes.rules import make_rules
 from groupax.rollouts.collector import sample_groups
@@ -370,19 +370,13 @@ def test_programs_reach_this_machine_by_its_name_or_its_public_url():
     assert Listening("0.0.0.0", 8100, "https://trainer.example/").url(8100) == "https://trainer.example"
 
 
-def test_rollouts_of_a_process_share_a_port_that_is_free_afterwards():
+def test_rollouts_of_a_process_share_a_server():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(RunError, match=f"port {port}"):
-            take_server(Listening(port=port))
-    first, second = (take_server(Listening(port=port)) for _ in range(2))
-    assert first is second
-    give_back_server(first)
+            server_at(Listening(port=port))
+    assert server_at(Listening(port=port)) is server_at(Listening(port=port))
     socket.create_connection(("127.0.0.1", port)).close()
-    give_back_server(second)
-    give_back_server(take_server(Listening(port=port)))
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port))
 
 
 NOTHING = Tool("nothing", len, {"type": "function", "function": {**ADD["function"], "name": "nothing"}})
