@@ -67,10 +67,16 @@ class OpenEnvironment:
 
     Attributes:
         instance: The user's object; None in other processes, and while all of its answers are in the record.
+        observation: What its `reset` has returned.
+        failure: The error of one that could not start.
     """
 
-    def __init__(self, cls: EnvironmentClass, in_use: "dict[int, OpenEnvironment]") -> None:
+    def __init__(
+        self, cls: EnvironmentClass, in_use: "dict[int, OpenEnvironment]", failure: Outcome | None = None
+    ) -> None:
         self.cls, self.instance, self._in_use = cls, None, in_use
+        self.observation: Any = None
+        self.failure = failure
 
     def keep(self, instance: Any) -> None:
         """Keeps a new object."""

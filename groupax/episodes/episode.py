@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,21 +35,6 @@ class EpisodeFailed(Exception):  # noqa: N818 - not an error of the run
         self.outcome = outcome
 
 
-@dataclass(frozen=True, eq=False)
-class Start:
-    """The start of an episode in an environment.
-
-    Attributes:
-        environment: The environment; None without one, and if it failed.
-        observation: What its `reset` has returned.
-        failure: The error of one that could not start.
-    """
-
-    environment: OpenEnvironment | None = None
-    observation: Any = None
-    failure: Outcome | None = None
-
-
 class Episode:
     """One rollout of one prompt.
 
@@ -73,12 +58,12 @@ class Episode:
         first: Completion,
         example: Mapping[str, Any],
         setup: Setup,
-        start: Start,
+        environment: OpenEnvironment | None,
         max_tokens: int,
         num_retries: int,
         place: Place | None = None,
     ) -> None:
-        self.first, self.example, self.setup, self.start = first, example, setup, start
+        self.first, self.example, self.setup, self._environment = first, example, setup, environment
         self.max_tokens, self.num_retries, self.place = max_tokens, num_retries, place
         self.num_calls = self.num_tool_turns = 0
         self._tokens = np.array(first.prompt, np.int32)  # with room for more
@@ -92,7 +77,7 @@ class Episode:
         self.is_answered = False
         self.tool_states: dict[Callable[[int], Any], Any] = {}
         self.reward: float | None = None if setup.environment is None else 0.0
-        self.failure = start.failure
+        self.failure = None if environment is None else environment.failure
         self.finish_reason: FinishReason | None = None
         self.run: Any = None
 
@@ -104,8 +89,8 @@ class Episode:
     @property
     def environment(self) -> OpenEnvironment:
         """The environment of an episode that has one."""
-        assert self.start.environment is not None, "it has started"
-        return self.start.environment
+        assert self._environment is not None, "it has one"
+        return self._environment
 
     @property
     def index(self) -> tuple[int, int]:
@@ -227,7 +212,7 @@ class Episode:
             turns=tuple(self.turns),
             messages=None if is_text else tuple(self.messages),
             environment_reward=self.reward,
-            environment=None if self.start.environment is None else self.start.environment.instance,
+            environment=None if self._environment is None else self._environment.instance,
             images=self.first.images,
             experts=stacked_experts(self.experts),
         )
