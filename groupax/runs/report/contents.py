@@ -36,7 +36,6 @@ CURVES = {
     "engine against trainer, nats": ("rollout/logp_diff_mean",),
     "padding": ("padding_frac",),
     "memory, bytes": ("memory/peak_bytes", "memory/process_bytes", "memory/arrays_bytes"),
-    "update over weight": ("weights/update_ratio_mean", "weights/update_ratio_max"),
 }
 TIMES = {"time/rollout_s": "sampling", "time/reward_s": "waiting for rewards", "time/train_s": "update"}
 TIMES_OF_SUPERVISED = {"time/train_s": "update"}
