@@ -89,7 +89,6 @@ class ProgramClass(EnvironmentClass):
         timeout_s: Time limit of a run in seconds.
         max_concurrent: Most runs at the same time in one process; None for no limit.
         error_reward: Reward of a run that raises; None leaves the episode out, as that of an environment that fails.
-        has_branches: Whether all streams of tokens of an episode are trained, or only the one with the most turns.
         listening: Where its requests are answered.
     """
 
@@ -97,7 +96,6 @@ class ProgramClass(EnvironmentClass):
     timeout_s: int | float = 600.0
     max_concurrent: int | None = None
     error_reward: int | float | None = None
-    has_branches: bool = True
     listening: Listening = Listening()
 
 

@@ -89,8 +89,7 @@ class ProgramRun:
         episode = self.episode
         assert episode.finish_reason is not None, "it has ended"
         end = episode.finish_reason, episode.reward
-        made = rollout_of(self.read_turns, episode.index, episode.example, episode.first.prompt, *end, policy_version)
-        return made if self.program.has_branches else replace(made, branches=())
+        return rollout_of(self.read_turns, episode.index, episode.example, episode.first.prompt, *end, policy_version)
 
 
 class Programs:

@@ -387,7 +387,6 @@ NOTHING = Tool("nothing", len, {"type": "function", "function": {**ADD["function
     [
         (lambda: program(len, score="exit"), "score must be"),
         (lambda: program(len, timeout_s=0), "timeout_s"),
-        (lambda: program(len, branches="some"), "branches"),
         (lambda: program(len, env={"A": "b"}), "env is for commands"),
         (lambda: program(len, port=70000), "port must be"),
         (lambda: program(len, host="0.0.0.0", public_url="trainer:8100"), "public_url must be"),
