@@ -63,7 +63,6 @@ def main() -> None:
             "progress_bar": "none",
             "max_steps": flags.max_steps,
             "report_to": tuple(flags.report_to),
-            "weight_distribution_log_steps": 10,
             "track_memory": True,
         }
         trainer = GRPOTrainer(

@@ -198,7 +198,7 @@ class SFTTrainer(Trainer):
     def _log(self, update: Update) -> None:
         metrics = {name: value for name, value in update.metrics.items() if not name.startswith(OF_SAMPLING)}
         metrics |= {"epoch": self.cursor.step / self.steps_per_epoch, "num_tokens": float(self.cursor.num_tokens)}
-        self.run.log.step(self.cursor.step, metrics, distributions=update.distributions)
+        self.run.log.step(self.cursor.step, metrics)
         self.last_metrics = self.run.log.last
 
     def evaluate(self, eval_dataset: Any = None) -> HeldOut:

@@ -36,7 +36,6 @@ from groupax.rollouts.estimates import Estimate
 from groupax.rollouts.pipeline import Pipeline, Policy
 from groupax.rollouts.state import Cursor, Experience, UpdateSchedule, update_schedule
 from groupax.runs.build import (
-    check_adapters,
     check_datasets,
     check_settings,
     engine_for,
@@ -158,7 +157,6 @@ class GRPOTrainer(Trainer):
         self.emit(PhaseStarted("loading the data"))
         check_settings(args)
         lora = lora_for(args, peft_config)
-        check_adapters(args, model, lora)
         check_datasets(args, train_dataset, eval_dataset)
         examples, held_out = load_examples(train_dataset, may_have_images=True), eval_sets(eval_dataset)
         own_sampling = as_rollout_function(rollout_func)
@@ -278,7 +276,7 @@ class GRPOTrainer(Trainer):
         """
         step, log = self.cursor.step, self.run.log
         staleness = step - 1 - sum(row.policy_version for row in rows) / len(rows)
-        log.step(step, update.metrics | {"rollout/staleness": staleness}, scores, update.distributions)
+        log.step(step, update.metrics | {"rollout/staleness": staleness}, scores)
         self.last_metrics = log.last
         record = step_record(self.cursor, log.rollouts, rows, update, self.learner.digest())
         self.run_folder.write_record(json.dumps(vars(record)) + "\n")
@@ -468,7 +466,6 @@ class GRPOTrainer(Trainer):
             "data": self.dataset_name,
             "prompts": f"{len(self.prompts):,}{held_out}",
             "rewards": ", ".join(reward.name for reward in self.rewards),
-            **({"adapters": ", ".join(args.adapters)} if args.adapters else {}),
             **rules.names,
             "steps": f"{self.num_steps:,}, each on {num_rows:,} completions, {args.num_generations} per prompt, of at "
             f"most {longest:,} tokens ({num_rows * longest:,} together)",

@@ -1,6 +1,5 @@
 """Collects experience: groups of completions with rewards, advantages and log-probs, for updates to train on."""
 
-import itertools
 from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import closing
@@ -33,9 +32,8 @@ from groupax.objective.advantages import (
     group_advantages,
     with_penalty,
 )
-from groupax.objective.turn_credit import return_advantages
 from groupax.parallel import processes
-from groupax.rewards.contract import reward_matrix, turn_reward_matrices
+from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner, Scored
 from groupax.rollouts.completions import (
     completion_metrics,
@@ -47,7 +45,7 @@ from groupax.rollouts.completions import (
     with_logged,
 )
 from groupax.rollouts.state import Cursor, Experience, Group, UpdateSchedule, masked_ends, row_of, row_of_branch
-from groupax.training.adapters import PolicyLearner
+from groupax.training.learner import Learner
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +88,7 @@ class Collector:
     args: GRPOConfig
     schedule: UpdateSchedule
     prompts: PromptSet
-    learner: PolicyLearner
+    learner: Learner
     engine: PolicySampler
     episodes: Episodes
     scoring: Scoring
@@ -274,11 +272,6 @@ class Collector:
             own |= trl_zero_std_frac(advantages, args.scale_rewards, args.multi_objective_aggregation)
         if reward := self.scoring.correctness_reward:
             own |= solved_metrics(np.array([[row.rewards[reward] for row in group] for group in groups], float))
-        for adapter in rules.adapters if rules.templates is None else ():  # programs ask several for one answer
-            if trained := [group for group in groups if group[0].adapter == adapter]:
-                rewards = reward_matrix(names, [row for group in trained for row in group if not row.is_failure])
-                of_adapter = reward_metrics(names, rewards, self.advantages(trained))
-                own[f"adapters/{adapter}/reward"] = of_adapter["reward"]
         metrics = own | metrics | {"epoch": (cursor.num_prompts + len(groups)) / self.num_prompts}
         num_new = sum(row.num_sampled_tokens for row in rows)
         num_tokens = num_new + sum(len(each.prompt_ids) for row in rows for each in (row, *row.branches))
@@ -335,7 +328,6 @@ def sample_groups(
     rows = [prompts.rows[index] for index in range(len(prompts.token_ids))]
     for sequence in sequences:
         number = sequence.prompt_index - prompts.first
-        sequence.adapter = rules.adapter_of(rows[number]) if rules.adapters else None
         sequence.images = prompts.images[number] if prompts.images else None
     groups: dict[int, list[Sequence]] = {}
     with closing(sampler.session()) as session:
@@ -374,7 +366,6 @@ def _rollout_of(
         policy_version=policy_version,
         text=text,
         mask=np.full(len(tokens), bool(sequence.tokens)),
-        adapter=sequence.adapter,
         images=sequence.images,
         experts=stacked_experts(sequence.experts) if sequence.experts else None,
     )
@@ -394,9 +385,6 @@ def advantages_of(
     penalty: np.ndarray | None = None,
 ) -> Advantages:
     """Returns the advantages of completions by their rewards."""
-    if settings.turn_credit == "returns":
-        matrices = turn_reward_matrices(names, rollouts)
-        return return_advantages(matrices, weights, num_generations, settings.scale_rewards, settings.turn_discount)
     rewards = reward_matrix(names, rollouts)
     totals = np.where(np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards * weights, axis=1))
     if settings.reward_clip_range is not None:
@@ -412,9 +400,8 @@ def advantages_of(
 
 def with_advantages(groups: Many[Group], advantages: Advantages) -> list[Group]:
     """Returns groups whose completions have these advantages, in their order."""
-    values, of_turns = iter(advantages.values.tolist()), advantages.turns
-    turns = itertools.repeat(None) if of_turns is None else (tuple(own.tolist()) for own in of_turns)
-    return [[replace(row, advantage=next(values), turn_advantages=next(turns)) for row in group] for group in groups]
+    values = iter(advantages.values.tolist())
+    return [[replace(row, advantage=next(values)) for row in group] for group in groups]
 
 
 def _with(rows: Many[Row], name: str, values: Many[np.ndarray]) -> list[Row]:

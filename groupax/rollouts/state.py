@@ -84,28 +84,19 @@ def masked_ends(settings: MaskSettings) -> Collection[FinishReason]:
 
 
 def row_of(rollout: Rollout, group: int, masked_ends: Collection[FinishReason], with_sampler_logps: bool) -> Row:
-    """Returns a scored completion as a row, without the log-probs that the trainer computes.
-
-    A token that was sampled has the advantage of its turn, or else that of the episode, and all others have 0.
-    """
+    """Returns a scored completion as a row, without the log-probs that the trainer computes."""
     counts = not rollout.is_failure and rollout.finish_reason not in masked_ends
-    advantages = np.full(len(rollout.completion_ids), rollout.advantage, np.float32)
-    if rollout.turn_advantages is not None:
-        advantages[:] = 0.0
-        for turn, advantage in zip(rollout.turns, rollout.turn_advantages, strict=True):
-            advantages[turn.start : turn.end] = advantage
     return Row(
         group=group,
         prompt=rollout.prompt_ids,
         completion=rollout.completion_ids,
         mask=rollout.mask & counts,
-        advantages=np.where(rollout.mask, advantages, np.float32(0.0)),
+        advantages=np.where(rollout.mask, np.float32(rollout.advantage), np.float32(0.0)),
         rollout_logp=rollout.policy_logps,
         policy_version=rollout.policy_version,
         sampler_logp=rollout.sampler_logps if with_sampler_logps else None,
         experts=rollout.experts,
         is_failure=rollout.is_failure,
-        adapter=rollout.adapter,
         images=rollout.images,
     )
 
@@ -123,7 +114,6 @@ def row_of_branch(branch: Branch, group: int, row: Row, advantage: float) -> Row
         sampler_logp=None if row.sampler_logp is None else branch.sampler_logps,
         experts=None,
         is_branch=True,
-        adapter=branch.adapter,
     )
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import numpy as np
 
 from groupax.core.config import RunConfig
 from groupax.core.settings.run import RolloutLogSettings
@@ -160,7 +159,6 @@ class RunLog:
         step: int,
         metrics: Metrics,
         scores: Mapping[int, TokenScores] | None = None,
-        distributions: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Emits that an optimizer step is complete.
 
@@ -168,7 +166,6 @@ class RunLog:
             step: Its number.
             metrics: Metrics of the update.
             scores: Token scores of completions of the last rollout, by index into that rollout.
-            distributions: Measurements of the weights by name.
         """
         now_s, compiled, at_start = time.perf_counter(), compilation(), self.compiled_at_start
         times = {
@@ -187,7 +184,7 @@ class RunLog:
             logged = self.last = self.revise(step, window_mean(self.window, self.args.metric_definitions))
             self.window = []
         self.rollout_metrics = _without_times(self.rollout_metrics)
-        self.emit(StepEnded(step, metrics, logged, self.rollouts, scores or {}, distributions or {}))
+        self.emit(StepEnded(step, metrics, logged, self.rollouts, scores or {}))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Emits that the policy was evaluated."""

@@ -30,7 +30,6 @@ READ: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("policy_logps", "sampler_logps"), partial(np.asarray, dtype=np.float32)),
     "mask": partial(np.asarray, dtype=bool),
     "experts": partial(np.asarray, dtype=np.int16),
-    "turn_advantages": tuple,
     "turns": turns_from_json,
     "messages": messages_from_json,
     "branches": branches_from_json,
@@ -130,8 +129,6 @@ def rollout_table(step: int, rollouts: Sequence[Rollout], scores: Mapping[int, T
         columns["environment_reward"] = pa.array([row.environment_reward for row in rollouts], pa.float64())
     if any(row.branches for row in rollouts):
         columns["branches"] = pa.array([branches_as_json(row.branches) for row in rollouts], pa.string())
-    if any(row.turn_advantages is not None for row in rollouts):
-        columns["turn_advantages"] = pa.array([row.turn_advantages for row in rollouts], pa.list_(pa.float32()))
     row_values = [values_as_json(row.example) for row in rollouts]
     if any(row_values):
         columns["row_values"] = pa.array(row_values, pa.string())
@@ -139,8 +136,6 @@ def rollout_table(step: int, rollouts: Sequence[Rollout], scores: Mapping[int, T
         columns["experts"] = _lists(
             [None if row.experts is None else row.experts.ravel() for row in rollouts], np.int16
         )
-    if any(each.adapter is not None for row in rollouts for each in (row, *row.branches)):
-        columns["adapter"] = pa.array([row.adapter for row in rollouts], pa.string())
     if any(row.images is not None for row in rollouts):
         names = _once_per_prompt(rollouts, lambda row: [*map(image_name, images_of(row.example))])
         columns["images"] = pa.array(names, pa.list_(pa.string()))

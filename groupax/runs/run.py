@@ -31,7 +31,7 @@ from groupax.runs.log import RunLog
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.runs.trackers.tracker import check_trackers
-from groupax.runs.trainer import Description, Trainer, result_folders
+from groupax.runs.trainer import Description, Trainer
 from groupax.training.learner import Update
 from groupax.training.state import TrainState
 
@@ -224,8 +224,7 @@ class Run:
             self.emit(Message(f"the model is in {saved}: {error}", warning=True))
 
     def _check_destination(self) -> None:
-        for each in result_folders(self.folder.path / "model", self.trainer.learner):
-            check_destination(each, source_folders(self.trainer.start_model))
+        check_destination(self.folder.path / "model", source_folders(self.trainer.start_model))
 
     @property
     def identity(self) -> Identity:

@@ -60,7 +60,7 @@ def step_record(
         cursor.step,
         cursor.num_rollouts,
         cursor.num_prompts,
-        update.metrics.get("learning_rate", 0.0),  # there is none where no adapter has rows
+        update.metrics["learning_rate"],
         loss if math.isfinite(loss) else None,
         grad_norm if math.isfinite(grad_norm) else None,
         *(tuple(each[stage] for each in digests) for stage in range(4)),
@@ -101,7 +101,7 @@ def _group_digests(group: Sequence[Rollout]) -> tuple[str, ...]:
         values = [np.nan if value is None else value for value in rollout.rewards.values()]
         rewards += [*rollout.rewards, np.asarray(values, np.float64)]
         rewards += [json.dumps([*turn.rewards.items()]) for turn in rollout.turns if turn.rewards]
-        advantages.append(np.asarray((rollout.advantage, *(rollout.turn_advantages or ())), np.float32))
+        advantages.append(np.asarray([rollout.advantage], np.float32))
     return row_digest(group[0].example), *(_digest(each, GROUP_BYTES) for each in (parts, rewards, advantages))
 
 

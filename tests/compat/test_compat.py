@@ -235,13 +235,13 @@ def test_easydel_settings_become_native_ones():
     given = {"model_name": "math", "save_directory": "gs://bucket/runs", "total_batch_size": 16, "report_steps": 2}
     given |= {"num_return_sequences": 4, "clip_grad": 1.0, "save_total_limit": 0, "log_steps": 5, "track_memory": True}
     given |= {"optimizer": ed.EasyDeLOptimizers.LION, "scheduler": ed.EasyDeLSchedulers.COSINE, "use_wandb": True}
-    given |= {"learning_rate_end": 6e-7, "progress_bar_type": "json", "weight_distribution_log_steps": 50}
+    given |= {"learning_rate_end": 6e-7, "progress_bar_type": "json"}
     with pytest.warns(CompatWarning, match="report_steps=2 changes nothing"):
         config = ed.GRPOConfig(**given, wandb_name="first try").to_native()
     expected = {"report_to": ("wandb",), "run_name": "first try", "project": "EasyDeL-math", "track_memory": True}
     expected |= {"output_dir": "gs://bucket/runs/math", "prompts_per_step": 16, "num_generations": 4}
     expected |= {"optimizer": "lion", "lr_scheduler_type": "cosine", "learning_rate_end": 6e-7, "max_grad_norm": 1.0}
-    expected |= {"progress_bar": "json", "logging_steps": 5, "save_total_limit": 0, "weight_distribution_log_steps": 50}
+    expected |= {"progress_bar": "json", "logging_steps": 5, "save_total_limit": 0}
     assert {name: getattr(config, name) for name in expected} == expected
     with pytest.warns(CompatWarning, match="learning_rate_end=1e-07 changes nothing in groupax without a scheduler"):
         ed.GRPOConfig(learning_rate_end=1e-7).to_native()

@@ -12,7 +12,7 @@ import pytest
 
 from groupax.data.tool_arguments import check_arguments, convert_arguments
 from groupax.tools.calls import ToolCall
-from groupax.tools.tool import Tool, match_calls, tool, tools_from, tools_of
+from groupax.tools.tool import Tool, match_call, tool, tools_from, tools_of
 
 
 def add(a: int, b: int = 1) -> int:
@@ -146,9 +146,9 @@ def has_stars(**more: int) -> int:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lacks_docstring, "'lacks_docstring' has no docstring"),
-        (lacks_description, "'lacks_description' has no description of its argument 'b'"),
-        (hinted("lacks_hint"), "'lacks_hint' has no type hint of its argument 'a'"),
+        (lacks_docstring, "'lacks_docstring' has no JSON schema: .* no docstring"),
+        (lacks_description, "'lacks_description' has no JSON schema: .* no description for the argument 'b'"),
+        (hinted("lacks_hint"), "'lacks_hint' has no JSON schema: Argument a is missing a type hint"),
         (hinted("has_strange_hint", a=random.Random), "'has_strange_hint' has no JSON schema.*Random"),
         (has_stars, r"'has_stars' has the parameter '\*\*more: int'"),
         (functools.partial(add, 1), "must be a function or a method"),
@@ -178,12 +178,12 @@ def test_tools_that_contradict_are_refused():
 
 def test_calls_find_their_tools_and_unknown_ones_the_known_names():
     made = tools_from([add, fetch])
-    pairs = match_calls(made, [ToolCall("add", {"a": 1}), ToolCall("fetsh", {}), ToolCall("", {}, "broken")])
-    assert pairs[0] == (made["add"], ToolCall("add", {"a": 1}))
-    assert pairs[1][0] is None
-    assert pairs[1][1].fault == "Tool fetsh not found; did you mean fetch? the tools are add, fetch."
-    assert pairs[2] == (None, ToolCall("", {}, "broken"))
-    assert match_calls({}, [ToolCall("x", {})])[0][1].fault == "Tool x not found; there are no tools."
+    assert match_call(made, ToolCall("add", {"a": 1})) == (made["add"], ToolCall("add", {"a": 1}))
+    missing, wrong = match_call(made, ToolCall("fetsh", {}))
+    assert missing is None
+    assert wrong.fault == "Tool fetsh not found; did you mean fetch? the tools are add, fetch."
+    assert match_call(made, ToolCall("", {}, "broken")) == (None, ToolCall("", {}, "broken"))
+    assert match_call({}, ToolCall("x", {}))[1].fault == "Tool x not found; there are no tools."
 
 
 # -- arguments

@@ -1,8 +1,6 @@
 """Recipes: rows to prompts, sources that work offline, and the programs and commands that run them."""
 
-import itertools
 import json
-from collections import Counter
 
 import numpy as np
 import pyarrow
@@ -30,9 +28,7 @@ from groupax.recipes.shapes.scenes import (
     draw,
     example,
     generate,
-    scenes,
 )
-from groupax.rewards.formats import think_answer_correct, think_answer_format
 from groupax.rewards.resolve import resolve_rewards
 from groupax.tools.tool import tools_from
 from tests.conftest import TINY
@@ -103,7 +99,6 @@ def test_one_recipe_reads_the_mathematics_of_several_sources(tmp_path):
         ("gsm8k", {"answer": "1"}, "no text in a column question, problem or prompt; it has answer"),
         ("gsm8k", {"question": "?"}, "neither a column answer nor a column solution"),
         ("numinamath", {"problem": "?", "answer": " "}, "neither a column answer nor a column solution"),
-        ("tldr_length", {"text": "?"}, "it has no prompt; it has text"),
         ("arithmetic", {"prompt": "1+1="}, "needs the columns prompt and answer"),
     ],
 )
@@ -130,7 +125,7 @@ def test_folders_have_splits(tmp_path):
     assert load_examples(tmp_path / "c")[0] == {"prompt": "d"}
     Dataset.from_list([{"prompt": "e"}]).save_to_disk(tmp_path / "d")
     assert load_examples(tmp_path / "d")[0] == {"prompt": "e"}
-    assert load_recipe("tldr_length").eval_dataset(str(tmp_path / "d")) is None
+    assert load_recipe("numinamath").eval_dataset(str(tmp_path / "d")) is None
 
 
 def test_sources_that_have_no_rows_are_refused_with_what_there_is(tmp_path):
@@ -277,18 +272,9 @@ SHAPES = (
 def test_what_is_asked_for_is_counted():
     scene = Scene(SHAPES, 255, "red")
     assert (scene.question, scene.answer) == ("How many red shapes?", "2")
-    assert scene.description == "red=1 circle;;;;blue square;;;;red=2 square"
     scene = Scene(SHAPES, 255, "square")
     assert (scene.question, scene.answer) == ("How many squares?", "2")
     assert Scene(SHAPES, 255, "green").answer == "0"
-
-
-def test_worked_solutions_get_the_full_reward():
-    drawn = list(itertools.islice(scenes(3), 50))
-    completions = [[{"role": "assistant", "content": scene.worked_solution}] for scene in drawn]
-    assert think_answer_format(completions=completions) == [1.0] * 50
-    assert think_answer_correct(completions=completions, answer=[scene.answer for scene in drawn]) == [1.0] * 50
-    assert len(Counter(scene.answer for scene in drawn)) > 3
 
 
 def test_pictures_show_the_shapes_in_their_cells():

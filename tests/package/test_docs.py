@@ -32,7 +32,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = ["algorithm.md", "datasets.md", "rewards.md", "evaluation.md", "coming_from_trl.md", "coming_from_easydel.md"]
 
 
-HEAVY_PAGES = ["engine.md", "episodes.md", "lora.md", "adapters.md", "sft.md", "replay.md"]
+HEAVY_PAGES = ["engine.md", "episodes.md", "lora.md", "sft.md", "replay.md"]
 TUTORIALS = ["first_reward.md", "hacked_reward.md", "reading_a_run.md"]  # each goes on where the one before has ended
 # Pages whose Python is run by other tests than `test_python_blocks_run`.
 RUN_ELSEWHERE = {

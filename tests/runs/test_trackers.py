@@ -1,7 +1,6 @@
 """Trackers are told what the run folder is told, and nothing that they do reaches training."""
 
 import json
-import math
 import re
 import struct
 import sys
@@ -23,7 +22,6 @@ HOSTILE = "<script>alert(1)</script> \x1b[31m \ud800 | `x`"
 TRACKED = {
     "max_steps": 4,
     "eval_steps": 2,
-    "weight_distribution_log_steps": 2,
     "track_memory": True,
     "run_name": "a name",
     "project": "a-project",
@@ -65,7 +63,7 @@ def diagnostics_of(folder):
 def tensorboard_events(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0, "histograms": 0})
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
     return events
 
@@ -76,8 +74,6 @@ def test_tensorboards_own_reader_gives_the_numbers_of_metrics_jsonl(tracked):
     read = {(name, event.step): event.value for name in events.Tags()["scalars"] for event in events.Scalars(name)}
     assert read == {key: float(np.float32(value)) for key, value in wanted.items()}
     assert {step for name, step in read if name == "eval_reward"} == {2, 4}
-    [histogram, _] = events.Histograms("weights/norms")
-    assert histogram.step == 2
     texts = {
         name.partition("/")[0]: events.Tensors(name)[0].tensor_proto.string_val[0] for name in events.Tags()["tensors"]
     }
@@ -89,7 +85,7 @@ def test_a_tracker_receives_everything(tracked):
     trainer, folder = tracked
     lines = [json.loads(line) for line in (folder / "tracked.jsonl").read_text().splitlines()]
     kinds = {line["kind"] for line in lines}
-    assert {"run", "metrics", "samples", "histograms"} <= kinds
+    assert {"run", "metrics", "samples"} <= kinds
     assert (lines[0]["name"], lines[0]["project"]) == ("a name", "a-project")
     assert GRPOConfig.from_mapping(lines[0]["config"]) == trainer.args
     read = {
@@ -120,18 +116,8 @@ def test_what_others_wrote_is_told_as_text(tmp_path):
     assert not any(b"<script" in text for text in texts)
 
 
-def test_norms_and_changes_of_weights_are_those_of_the_weights(tracked):
-    trainer, folder = tracked
-    weights = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(trainer.learner.state.params)]
-    lines = [json.loads(line) for line in (folder / "tracked.jsonl").read_text().splitlines()]
-    [early, late] = [line["values"] for line in lines if line["kind"] == "histograms"]
-    assert set(late) == {"weights/norms", "weights/update_ratios"}
-    norms = np.array([np.linalg.norm(weight) for weight in weights])
-    np.testing.assert_allclose(late["weights/norms"], norms, rtol=1e-5)
-    assert np.abs(np.array(early["weights/norms"]) - late["weights/norms"]).max() > 0
-    numbers = logged(folder)
-    assert math.isclose(numbers["weights/update_ratio_max", 4], max(late["weights/update_ratios"]), rel_tol=1e-6)
-    assert ("weights/norm", 1) not in numbers
+def test_the_memory_in_use_is_logged(tracked):
+    numbers = logged(tracked[1])
     assert numbers["memory/process_bytes", 1] > numbers["memory/arrays_bytes", 1] > 0
 
 
@@ -148,7 +134,7 @@ class Raises(Tracker):
 def test_a_tracker_that_raises_changes_nothing(tracked, tmp_path, monkeypatch, caplog):
     (tmp_path / "broken.py").write_text(BROKEN)
     monkeypatch.syspath_prepend(tmp_path)
-    trainer = a_tracked_run(tmp_path, "broken:Raises", LINES, weight_distribution_log_steps=0)
+    trainer = a_tracked_run(tmp_path, "broken:Raises", LINES)
     whole = tracked[0].learner.state
     for mine, wanted in zip(jax.tree.leaves(trainer.learner.state), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(mine, wanted)
@@ -261,7 +247,7 @@ def test_wandbs_offline_files_give_the_numbers_of_metrics_jsonl(tmp_path, monkey
     folder = tmp_path / "run"
     assert not [each for each in diagnostics_of(folder) if each["name"].startswith("tracker")]
     [file] = folder.glob("wandb/offline-run-*/*.wandb")
-    read, config, runs, tables, histograms = {}, {}, [], 0, 0
+    read, config, runs, tables = {}, {}, [], 0
     for record in wandb_records(file):
         kind = record.WhichOneof("record_type")
         if kind == "run":
@@ -271,13 +257,11 @@ def test_wandbs_offline_files_give_the_numbers_of_metrics_jsonl(tmp_path, monkey
             items = {tuple(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             step = int(items.pop(("step",)))
             tables += items.get(("samples", "_type")) == "table-file"
-            histograms += items.get(("weights/norms", "_type")) == "histogram"
             read |= {(name, step): value for (name, *inside), value in items.items() if not inside and name[0] != "_"}
     assert read == logged(folder)
     assert (runs[0].run_id, runs[0].display_name, runs[0].project) == (trainer.run_folder.id, "a name", "a-project")
     assert config["learning_rate"] == trainer.args.learning_rate
     assert tables > 0
-    assert histograms == 2
 
 
 @pytest.mark.heavy

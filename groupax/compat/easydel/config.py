@@ -41,6 +41,7 @@ _INERT = {
         skip_apply_chat_template=False dataset_num_proc=None remove_unused_columns=False""",
     "the mesh is derived from the model, and compiled programs from the shapes": """
         auto_shard_states=True performance_mode=False low_mem_usage=True""",
+    "the norms of weights are not logged": "weight_distribution_log_steps=50",
     "the trainer's methods decide what runs": "do_train=True do_eval=False is_fine_tuning=True",
 }
 
@@ -104,7 +105,6 @@ class GRPOConfig(Arguments):
     use_wandb: bool = False
     wandb_name: str | None = None
     track_memory: Any = False
-    weight_distribution_log_steps: int = 0
 
     def to_native(self) -> Any:
         """Returns the native config."""

@@ -60,9 +60,6 @@ class UpdateSettings:
     offload_optimizer: bool = setting(False, resume="free")
     """Keep the optimizer state in host memory and move it to the devices layer by layer during an update. Results stay
     the same."""
-    weight_distribution_log_steps: int = ranged(0, 10**9, resume="free")
-    """Measure the norm of each weight and of its update every this many updates, which copies the trained weights; 0
-    never does."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,8 @@
 import html
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from groupax.core.terminal.printable import printable
 from groupax.core.terminal.tables import table_html
@@ -61,9 +59,6 @@ class WandbTracker(Tracker):
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         self.run.log({"samples": self.wandb.Table(**_columns(samples)), "step": step})
 
-    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        self.run.log({**{name: self.wandb.Histogram(each.tolist()) for name, each in values.items()}, "step": step})
-
     def diagnostic(self, step: int, name: str, text: str) -> None:
         del step
         self.run.summary[f"diagnostics/{name}"] = text
@@ -95,10 +90,6 @@ class TensorBoardTracker(Tracker):
         table = _columns(samples)
         self.writer.add_text("samples", table_html(table["data"], table["columns"]), step)
 
-    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        for name, each in values.items():
-            self.writer.add_histogram(name, each, step)
-
     def diagnostic(self, step: int, name: str, text: str) -> None:
         self.writer.add_text(f"diagnostics/{name}", html.escape(text), step)
 
@@ -119,9 +110,6 @@ class TrackioTracker(Tracker):
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         self.run.log({"samples": self.trackio.Table(**_columns(samples))}, step=step)
-
-    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        self.run.log({name: self.trackio.Histogram(each) for name, each in values.items()}, step=step)
 
     def diagnostic(self, step: int, name: str, text: str) -> None:
         level = self.trackio.AlertLevel(LEVELS[severity_of(name)])

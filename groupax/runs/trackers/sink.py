@@ -46,8 +46,6 @@ class Trackers:
                 if event.logged is not None:
                     self._metrics(step, event.logged)
                     self._samples(event)
-                if event.distributions:
-                    self._call(lambda tracker: tracker.histograms(step, event.distributions))
             case Evaluated(step=step):
                 self._metrics(step, event.metrics)
             case Diagnosed(step, name, text):

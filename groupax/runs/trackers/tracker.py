@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from groupax.core.settings.references import import_attribute
 from groupax.core.types import Metrics, Rollout
 from groupax.runs.rollout_log import beginning, prompt_text, valid_text
@@ -63,9 +61,6 @@ class Tracker:
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Records completions of a step, each by the columns of a table."""
-
-    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        """Records distributions by name, [N] each."""
 
     def diagnostic(self, step: int, name: str, text: str) -> None:
         """Records that something is wrong (see `groupax.runs.diagnostics`)."""
