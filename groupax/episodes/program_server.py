@@ -34,7 +34,7 @@ from groupax.parallel.processes import listen
 from groupax.serve.exchange import Delta, Exchange, collect, streamed
 from groupax.serve.prompts import template_kwargs
 from groupax.serve.protocols import PROTOCOLS, EventStream, Protocol
-from groupax.serve.requests import ChatRequest, CompletionRequest, Incoming
+from groupax.serve.requests import ChatRequest, Incoming
 from groupax.serve.web import CLIENT_GONE, ApiError, as_api_error, check_key, json_body, unless_disconnected
 
 START_S = 30.0
@@ -144,7 +144,7 @@ class ProgramServer:
             return JSONResponse(protocol.error_body(fault), fault.status, fault.headers)
         tokenizer, name = templates.tokenizer, incoming.request.model or next(iter(templates.adapters), MODEL)
         prompt, asked = answer.turns[0].prompt.tolist(), incoming.request
-        exchange = Exchange(asked, incoming.wire, name, [prompt], [], templates.token_texts, reader)
+        exchange = Exchange(asked, incoming.wire, name, [prompt], templates.token_texts, reader)
         turns = await run_in_threadpool(_turns, tokenizer, tuple(asked.stop), answer)
         writer, num = protocol.writer(exchange), len(turns)
 
@@ -228,8 +228,8 @@ def _turn_request(incoming: Incoming, templates: Templates) -> TurnRequest:
             "tool_choice": asked.tool_choice if asked.callable_tools else "auto",
             "parallel": asked.parallel_tool_calls,
         }
-    elif isinstance(asked, CompletionRequest) and (len(asked.prompts) > 1 or asked.echo):
-        raise ApiError(400, "a session answers one prompt a request, without echo", "prompt")
+    elif len(asked.prompts) > 1:
+        raise ApiError(400, "a session answers one prompt a request", "prompt")
     return TurnRequest(asked.prompts[0], **given)
 
 

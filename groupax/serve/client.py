@@ -37,7 +37,6 @@ from groupax.serve.remote import RefusedError, RemoteServer
 
 MAX_REQUESTS = 64  # simultaneous
 RETRIED = (429, 500, 502, 503, 504)  # statuses after which the request is repeated, here or on another server
-RETRIED_CODES = ("other_weights", "torn")  # of uploads that another one has overtaken, or that did not arrive intact
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 LONGEST_STEP_S = 0.05  # of waiting for a request, after which a session's user may submit others
@@ -48,18 +47,18 @@ class RemoteSampler:
     """Samples completions on servers with the current weights: a `engine.sequence.PolicySampler`.
 
     The same seed gives the completions of an `Engine` in this process, independent of which server samples which.
-    Other programs' servers have their own arithmetic and randomness (see `serve.dialects`).
+    Servers of vLLM have their own arithmetic and randomness (see `serve.dialects`).
 
     Of several processes the primary one asks the servers, with a copy of the weights in its host's memory, and
     broadcasts the completions; all processes must submit the same sequences.
 
     Args:
-        urls: Addresses of `groupax serve`s with the model, each with a key; or of vLLM or SGLang.
+        urls: Addresses of `groupax serve`s with the model, each with a key; or of vLLM.
         config: The model's architecture.
         params: The weights; set them before each rollout. Servers receive what has changed before they sample.
         eos_ids: Tokens that end every completion.
         adapter: The adapter, if `params` contain one: only it is sent, and the servers must have its base.
-        shared: Folder from which other programs' servers load weights; None refuses such servers.
+        shared: Folder from which vLLM loads weights; None refuses such servers.
         model: Name of the model on the servers; None takes their first.
         api_key: Key of all servers.
         timeout_s: Longest time for a request, which samples all completions of a prompt.
@@ -160,7 +159,7 @@ class RemoteSampler:
             try:
                 return self._sample_on(server, group, session)
             except RefusedError as refused:
-                if refused.code in RETRIED_CODES:
+                if refused.code == "other_weights":  # another upload was earlier
                     self._forget_weights(server)
                 elif refused.status not in RETRIED:
                     raise RunError(f"{server.url} refuses to sample: {refused}") from refused

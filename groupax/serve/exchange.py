@@ -68,12 +68,6 @@ async def arriving_deltas(deltas: "asyncio.Queue[Delta]", num: int) -> AsyncIter
         yield delta
 
 
-async def no_tokens(num: int) -> AsyncIterator[Delta]:
-    """Yields the ends of completions of which no token is requested."""
-    for index in range(num):
-        yield Delta(index, 0, [], [], [], [], [], "length", "")
-
-
 async def collect(arriving: AsyncIterator[Delta], num: int) -> list[Completion]:
     """Returns the completions when all deltas have arrived."""
     completions = [Completion() for _ in range(num)]
@@ -109,20 +103,16 @@ class Exchange:
         wire: Further fields that the client has sent and the response repeats.
         model: The model's name for the client.
         prompts: Token ids of each prompt.
-        prompt_texts: Texts of the prompts, if they are echoed.
         token_texts: Texts of the model's tokens, for log-probs.
         reader: Reads turns of a chat; None for completions of texts.
-        prompt_logps: Log-probs of each prompt (`engine.prompt_logps.PromptLogps`), if they are requested.
     """
 
     request: Request
     wire: Mapping[str, Any]
     model: str
     prompts: list[list[int]]
-    prompt_texts: list[str]
     token_texts: TokenTexts
     reader: TurnReader | None = None
-    prompt_logps: Sequence[Any] = ()
 
     def turn(self, index: int, completion: Completion) -> Turn:
         """Returns the finished completion of this index as a turn."""

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from groupax.core.terminal.printable import one_line
 from groupax.serve.exchange import Delta
-from groupax.serve.loop import EngineLoop, Job, adapter_of
+from groupax.serve.loop import EngineLoop, Job
 
 __all__ = ["CONTENT_TYPE", "Metrics", "RequestRecord"]
 
@@ -73,19 +73,17 @@ class _LoopCollector(Collector):
         self._loop = loop
 
     def collect(self) -> Iterator[Metric]:
-        counts, loads, engines = self._loop.counts, self._loop.loads, self._loop.engines
-        for name, meaning, attribute in (
-            ("num_requests_running", "Sequences in slots", "num_running"),
-            ("num_requests_waiting", "Sequences without a slot", "num_waiting"),
-            ("kv_cache_usage_perc", "Used fraction of the KV cache", "kv_frac"),
+        counts, model = self._loop.counts, self._loop.names[0]
+        for name, meaning, value in (
+            ("num_requests_running", "Sequences in slots", counts.num_running),
+            ("num_requests_waiting", "Sequences without a slot", counts.num_waiting),
+            ("kv_cache_usage_perc", "Used fraction of the KV cache", counts.kv_frac),
         ):
-            values = {model: getattr(load, attribute) for model, load in loads.items()}
-            yield _gauge(f"vllm:{name}", meaning, "model_name", values)
-        versions = {model: engine.version_of(adapter_of(engine, model)) for model, engine in engines.items()}
+            yield _gauge(f"vllm:{name}", meaning, "model_name", {model: value})
+        versions = {name: self._loop.version_of(name) for name in self._loop.names}
         yield _gauge("groupax_weights_version", "Version of the weights", "model", versions)
         hits = CounterMetricFamily("vllm:prefix_cache_hits", "Prompt tokens that were looked up", labels=["model_name"])
-        for model in loads:
-            hits.add_metric([model], engines[model].prefixes.num_reused_tokens)
+        hits.add_metric([model], self._loop.engine.prefixes.num_reused_tokens)
         yield hits
         yield CounterMetricFamily("groupax_completions_cancelled", "Cancelled completions", counts.num_cancelled)
         yield CounterMetricFamily("groupax_chunks", "Decoded chunks", counts.num_chunks)

@@ -16,7 +16,6 @@ from groupax.core.settings.sampling import SAMPLER, sampling_kind
 from groupax.engine import plan, prefill
 from groupax.engine.batch import Batch
 from groupax.engine.prefix_cache import Prefix, PrefixCache
-from groupax.engine.prompt_logps import Scoring, compile_for
 from groupax.engine.rules import History, changed_logits
 from groupax.engine.sampling import row_keys, sample, uniforms
 from groupax.engine.sequence import find_stop, text_before_stop
@@ -24,24 +23,13 @@ from groupax.engine.session import Session
 from groupax.episodes.play import Prompts
 from groupax.models.decoder import logits
 from groupax.models.weights.quantize import decoding_params
-from groupax.parallel.mesh import AXES, num_data_shards
+from groupax.parallel.mesh import AXES
 from groupax.rollouts.collector import sample_groups
 from tests.conftest import TINY, rest_heavy
 
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(2, 96, length) for length in (1, 2, 5, 9, 17, 3, 8, 30)]
 PARAMS = SamplingParams(n=3, max_tokens=24, seed=7)
-
-
-def score(engine, prompts, temperature, num_alternatives, adapter=None, max_pieces=1 << 20):
-    """Returns the log-probs of any number of prompts, computed in as many calls as needed."""
-    size, found = num_data_shards(engine.mesh), []
-    for first in range(0, len(prompts), size):
-        scoring = Scoring(engine, prompts[first : first + size], temperature, adapter)
-        while not scoring.is_done:
-            scoring.advance(max_pieces)
-        found += scoring.results(num_alternatives)
-    return found
 
 
 def engine_for(model, num_devices=4, **settings):
@@ -657,26 +645,6 @@ def test_the_cache_may_have_its_own_dtype(tiny_model, dtype, bound):
     again = engine.generate([np.array([*PROMPTS[3], *groups[3][0].tokens])], params)
     assert engine.prefixes.num_reused_tokens > 0
     assert len(again[0][0].tokens) == 20
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_log_probs_of_prompts_are_those_of_the_model(tiny_model, temperature):
-    engine = engine_for(tiny_model, 2 if temperature else 1)
-    prompts = [np.random.default_rng(size).integers(0, 96, size).astype(np.int32) for size in (1, 5, 128, 129, 200)]
-    compile_for(engine, 200)
-    for prompt, found in zip(prompts, score(engine, prompts, temperature, 3, max_pieces=1), strict=True):
-        expected = logits(tiny_model.config, tiny_model.params, jnp.asarray(prompt[None]))[0, :-1] / (
-            temperature or 1.0
-        )
-        expected = np.asarray(jax.nn.log_softmax(expected))
-        assert len(found.logps) == len(found.ranks) == len(found.alternatives) == len(prompt) - 1
-        of_tokens = expected[np.arange(len(prompt) - 1), prompt[1:]]
-        assert np.allclose(found.logps, of_tokens, atol=1e-5)
-        for row, own, rank, pairs in zip(expected, found.logps, found.ranks, found.alternatives, strict=True):
-            assert np.allclose([logp for _, logp in pairs], np.sort(row)[::-1][:3], atol=1e-5)
-            assert rank <= 3 or own <= pairs[-1][1]
-            assert rank > 3 or own == pairs[rank - 1][1]
 
 
 # -- weights in fewer bits, or gathered

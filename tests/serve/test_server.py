@@ -43,15 +43,14 @@ def demo_model():
     return model, load_tokenizer(model.source, "plain")
 
 
-def demo_engines():
-    """The demo's model and an adapter of it that changes something, which share an engine."""
+def demo_engine():
+    """The demo's model and an adapter of it that changes something."""
     model, tokenizer = demo_model()
     adapted = add_adapter(model, LoRAConfig(r=4, target_modules=["q_proj"]), seed=1)
     assert adapted.adapter is not None
     for layer in adapted.adapter.trained["layers"]:
         layer["q"] = replace(layer["q"], b=layer["q"].b + 0.3)
-    engine = Engine.of(model, tokenizer, {"adapted": adapted}, chunk_steps=16, kv_bytes=1 << 28)
-    return {"demo": engine, "adapted": engine}
+    return Engine.of(model, tokenizer, {"adapted": adapted}, chunk_steps=16, kv_bytes=1 << 28)
 
 
 @contextmanager
@@ -70,9 +69,9 @@ def listening(app, port=0):
 
 
 @contextmanager
-def running(engines, **options):
-    """A loop with these engines, that decodes."""
-    loop = EngineLoop(engines, **options).start()
+def running(engine, name, **options):
+    """A loop with this engine, that decodes."""
+    loop = EngineLoop(engine, name, **options).start()
     try:
         yield loop
     finally:
@@ -84,7 +83,7 @@ def serving_engine(model, tokenizer, name):
     """The address of a server with one model, and a client of OpenAI."""
     engine = Engine.of(model, tokenizer, chunk_steps=8, kv_bytes=1 << 26)
     with (
-        running({name: engine}) as loop,
+        running(engine, name) as loop,
         listening(create_app(loop, Limits(api_keys=(KEY,)))) as address,
         openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client,
     ):
@@ -93,7 +92,7 @@ def serving_engine(model, tokenizer, name):
 
 @pytest.fixture(scope="module")
 def loop():
-    with running(demo_engines(), max_sequences=64) as loop:
+    with running(demo_engine(), "demo", max_sequences=64) as loop:
         yield loop
 
 
@@ -114,7 +113,7 @@ def client(address):
 def engine(loop):
     """The one behind the server, which must have nothing else to do."""
     wait_until(lambda: is_idle(loop))
-    return loop.engines["demo"]
+    return loop.engine
 
 
 def is_idle(loop):
@@ -230,7 +229,7 @@ def test_an_adapter_is_a_model_of_its_own(client, loop, engine):
     assert [model.id for model in client.models.list()] == ["demo", "adapted"]
     assert client.models.retrieve("adapted").max_model_len == 512
     texts = {}
-    for name in loop.engines:
+    for name in loop.names:
         texts[name] = client.completions.create(model=name, prompt="8*(2+5)-17=", temperature=0, max_tokens=24)
         wait_until(lambda: is_idle(loop))
         params = SamplingParams(temperature=0.0, max_tokens=24)

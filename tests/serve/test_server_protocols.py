@@ -4,16 +4,12 @@ import json
 import re
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import openai
 import pytest
 from pydantic import BaseModel, Field
 
 from groupax import init_model, load_model
 from groupax.data.tokenizer import load_tokenizer
-from groupax.models.decoder import logits
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import chat_tokenizer
 from tests.data.test_bridge import LOOKUP
@@ -182,82 +178,6 @@ def test_an_anthropic_client_gets_errors_and_ends_of_its_kind(anthropic_client):
     assert TOKENIZER.decode(more.prompt_token_ids).endswith("<|im_start|>assistant\nA word is")
 
 
-def log_probs(model, ids):
-    return np.asarray(jax.nn.log_softmax(logits(model.config, model.params, jnp.asarray([ids]))[0]))
-
-
-def test_an_echo_has_log_probs_of_the_prompt(client, model):
-    ids = [TOKENIZER(text)["input_ids"] for text in ("Some words.", "A longer prompt: " + "words " * 30)]
-    given = {"model": "tiny", "prompt": ids, "logprobs": 2, "echo": True, "temperature": 0.0, "seed": 3}
-    whole = client.completions.create(**given, max_tokens=1)
-    for prompt, choice in zip(ids, whole.choices, strict=True):
-        expected, found = log_probs(model, prompt), choice.logprobs
-        assert found.token_logprobs[0] is None
-        assert found.top_logprobs[0] is None
-        of_tokens = expected[np.arange(len(prompt) - 1), prompt[1:]]
-        assert np.allclose(found.token_logprobs[1:-1], of_tokens, atol=1e-5)
-        assert found.token_logprobs[-1] == pytest.approx(expected[-1].max(), abs=1e-5)
-        for logp, top, row in zip(found.token_logprobs[1:], found.top_logprobs[1:], expected, strict=True):
-            assert max(top.values()) == pytest.approx(row.max(), abs=1e-5)
-            assert logp in top.values()
-        assert "".join(found.tokens) == choice.text
-        assert [
-            choice.text.find(each, at) for each, at in zip(found.tokens, found.text_offset, strict=True)
-        ] == found.text_offset
-    scored = client.completions.create(**given, max_tokens=0)
-    assert scored.usage.completion_tokens == 0
-    for choice, more in zip(scored.choices, whole.choices, strict=True):
-        assert choice.finish_reason == "length"
-        assert choice.logprobs.token_logprobs == more.logprobs.token_logprobs[:-1]
-        assert choice.logprobs.text_offset == more.logprobs.text_offset[:-1]
-    pieces = [
-        piece.choices[0]
-        for piece in client.completions.create(**{**given, "prompt": ids[0]}, max_tokens=1, stream=True)
-    ]
-    for name in ("token_logprobs", "text_offset"):
-        parts = [value for piece in pieces for value in getattr(piece.logprobs, name)]
-        assert parts == getattr(whole.choices[0].logprobs, name)
-
-
-def test_prompts_have_log_probs_by_token_id(client, model):
-    given = {"model": "tiny", "max_tokens": 1, "extra_body": {"prompt_logprobs": 1, "return_token_ids": True}}
-    text = client.completions.create(prompt="Some words.", **given).choices[0]
-    chat = client.chat.completions.create(messages=USER, **given)
-    for ids, found in ((text.prompt_token_ids, text.prompt_logprobs), (chat.prompt_token_ids, chat.prompt_logprobs)):
-        assert found[0] is None
-        for token, entry, row in zip(ids[1:], found[1:], log_probs(model, ids), strict=False):
-            assert entry[str(token)]["logprob"] == pytest.approx(row[token], abs=1e-5)
-            assert entry[str(token)]["rank"] == 1 + (row > row[token]).sum()
-            assert entry[str(row.argmax())]["rank"] == 1
-
-
-def test_texts_and_chats_have_tokens(client, address):
-    def ask(path, **body):
-        return client.post(f"{address}/{path}", body=body, cast_to=object)
-
-    text = "Hi<|im_end|>"
-    assert ask("tokenize", prompt=text, add_special_tokens=False)["tokens"] == TOKENIZER(text)["input_ids"]
-    chat = ask("tokenize", messages=USER, tools=[LOOKUP], return_token_strs=True)
-    given = {"model": "tiny", "messages": USER, "tools": [LOOKUP], "extra_body": {"return_token_ids": True}}
-    asked = client.chat.completions.create(**given, max_tokens=1)
-    assert chat["tokens"] == asked.prompt_token_ids
-    assert (chat["count"], chat["max_model_len"]) == (len(chat["tokens"]), 2048)
-    assert chat["token_strs"] == TOKENIZER.convert_ids_to_tokens(chat["tokens"])
-    assert ask("detokenize", tokens=chat["tokens"])["prompt"] == TOKENIZER.decode(chat["tokens"])
-    info = client.get(f"{address}/tokenizer_info", cast_to=object)
-    assert (info["eos_token"], info["model_max_length"]) == ("<|im_end|>", 2048)
-    assert client.get(f"{address}/version", cast_to=object)["version"]
-    for path, body, message in [
-        ("tokenize", {}, "prompt is missing"),
-        ("tokenize", {"prompt": "x", "messages": USER}, "unknown field 'prompt'"),
-        ("tokenize", {"messages": USER, "add_special_tokens": True}, "add_special_tokens must be false"),
-        ("tokenize", {"prompt": "x", "model": "other"}, "there is no model 'other'"),
-        ("detokenize", {"tokens": [1 << 20]}, "tokens names token 1048576"),
-    ]:
-        with pytest.raises(openai.APIStatusError, match=message):
-            ask(path, **body)
-
-
 # -- structured responses
 
 
@@ -279,7 +199,7 @@ def test_an_openai_client_parses_what_it_receives(stories):
             assert stream.get_final_completion().choices[0].message.parsed == parsed_pet
 
         text = {"model": "stories", "prompt": "Once", "seed": 1, "max_tokens": 30}
-        extra = {"structured_outputs": {"regex": " [a-z]{1,9}ing[.]"}, "return_token_ids": True}
+        extra = {"regex": " [a-z]{1,9}ing[.]", "return_token_ids": True}
         [choice] = client.completions.create(**text, extra_body=extra).choices
         assert re.fullmatch(" [a-z]{1,9}ing[.]", choice.text)
         free = client.completions.create(**text)  # in the same programs as constrained ones, or in its own

@@ -288,7 +288,7 @@ def test_a_server_replaces_the_weights_of_one_adapter_among_several():
     base = a_base()
     adapters = adapters_of(base)
     engine = an_engine(base, adapters)
-    loop = EngineLoop({"base": engine, "one": engine, "two": engine}, 8)
+    loop = EngineLoop(engine, "base", 8)
     weights = Weights(loop, {"base": base, **adapters})
     before = {name: texts_of(engine, name) for name in (None, "one", "two")}
     one = adapters["one"].adapter
@@ -310,7 +310,6 @@ def test_a_server_replaces_the_weights_of_one_adapter_among_several():
     biased = adapter_config_dict(replace(one, config=replace(one.config, bias="all")), base.config)
     with pytest.raises(ApiError, match="shares its batch"):
         push(weights, "one", specs, trained, adapter=biased)
-    assert loop.loads.keys() == {"base"}
 
 
 def texts_of(engine, name):
