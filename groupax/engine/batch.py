@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from groupax.core.settings.sampling import BIASED_TOKENS, STOP_IDS, sampling_kind
+from groupax.core.settings.sampling import sampling_kind
 from groupax.engine.cache import ROWS, Cache, cache_maker, fill, pspec_of, read_slots, release, slot_table, to_slots
 from groupax.engine.core import EngineCore
 from groupax.engine.decode import Chunk, DecodeSettings, TokenMasks, decode_chunk
@@ -26,7 +26,7 @@ from groupax.engine.images import admitted_images, lookup_tokens
 from groupax.engine.plan import CacheShape, Demand, Plan, admission_prompts, power_of_two
 from groupax.engine.prefill import Admitted, Known, admit
 from groupax.engine.prefix_cache import Place, prefix_of
-from groupax.engine.resizing import move, move_slots, resize, widen_slots
+from groupax.engine.resizing import move_slots, resize
 from groupax.engine.scheduler import Admission, Scheduler
 from groupax.engine.sequence import Sequence
 from groupax.models.specs import Params
@@ -34,9 +34,6 @@ from groupax.parallel.collectives import to_device, to_host
 
 # With at most this many chunks left, the number of slots no longer changes.
 LAST_CHUNKS = 3
-
-# All that is compiled for decoding.
-PROGRAMS: tuple[Any, ...] = (admit, decode_chunk, move, move_slots, read_slots, release, widen_slots)
 
 
 class Batch:
@@ -74,7 +71,6 @@ class Batch:
             shape = serving.nearest(shape, sequences) or shape
         self.scheduler = Scheduler(core.num_shards, shape.num_slots, shape.share)
         self.scheduler.submit(sequences)
-        self.num_stop_ids, self.num_biased = _slot_sizes(sequences)
         self.cache: Cache = cache_maker(core.config, self.mesh, shape, core.kv_dtype)()
         self.shape, self.rows = shape, NamedSharding(self.mesh, ROWS)
         self.slots = to_slots(self.idle_slots(), self.on_rows)
@@ -194,7 +190,6 @@ class Batch:
             is_new[slot] = True
             row = row_of[slot // scheduler.share]
             places[row] = sequence.place
-            sequence.admitted_s = time.monotonic()
             self._generations[sequence] = core.prefixes.generation
             fill(admitted[slot], sequence)
             if core.adapters:
@@ -280,7 +275,6 @@ class Batch:
         if self.scheduler.waiting:
             sequences = [*self.scheduler.running, *self.scheduler.queued]
             self.demand = self.demand_of(sequences)
-            self._widen_slots(sequences)
             self._change_to(self.shape_with() or self.shape)
 
     def fit_columns(self) -> None:
@@ -344,13 +338,6 @@ class Batch:
         own = np.arange(number)
         return np.tile(np.where(own < number_before, own, -1), self.scheduler.num_shards).astype(np.int32)
 
-    def _widen_slots(self, sequences: list[Sequence]) -> None:
-        """Makes room for the stop ids and biased tokens of these sequences."""
-        sizes = _slot_sizes(sequences)
-        if sizes[0] > self.num_stop_ids or sizes[1] > self.num_biased:
-            self.num_stop_ids, self.num_biased = max(self.num_stop_ids, sizes[0]), max(self.num_biased, sizes[1])
-            self.slots = widen_slots(self.slots, num_stop_ids=self.num_stop_ids, num_biased=self.num_biased)
-
     def _resize(self, rows: np.ndarray | None, prompt_slots: np.ndarray | None, shape: CacheShape) -> None:
         """Moves these slots and prompt slots into arrays of a shape; None keeps all, with their columns."""
         self.shape = shape
@@ -368,17 +355,11 @@ class Batch:
 
     def idle_slots(self) -> np.ndarray:
         """Returns as many idle slots as there are, on the host."""
-        return slot_table(len(self.scheduler.slots), self.num_stop_ids, self.num_biased, bool(self.core.adapters))
+        return slot_table(len(self.scheduler.slots), bool(self.core.adapters))
 
     def on_rows(self, array: np.ndarray) -> jax.Array:
         """Puts an array with a row for each slot, or prompt, on the devices."""
         return to_device(np.ascontiguousarray(array), self.rows)
-
-
-def _slot_sizes(sequences: Iterable[Sequence]) -> tuple[int, int]:
-    """Returns the numbers of stop ids and biased tokens that a slot must have room for."""
-    sizes = [(power_of_two(len(each.stop_ids)), power_of_two(len(each.params.logit_bias))) for each in sequences]
-    return max(STOP_IDS, *(num for num, _ in sizes)), max(BIASED_TOKENS, *(num for _, num in sizes))
 
 
 def append(chunk: Chunk, slots: Many[Sequence | None]) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from groupax.core.settings.sampling import SamplingParams
+from groupax.core.settings.sampling import BIASED_TOKENS, STOP_IDS, SamplingParams
 from groupax.data.tokenizer import eos_token_ids, load_tokenizer, special_token_ids
-from groupax.engine.batch import PROGRAMS
 from groupax.engine.core import EngineCore, load_sharded, with_adapters
 from groupax.engine.images import encoded_prompts
 from groupax.engine.sampling import row_keys
@@ -200,6 +199,11 @@ class Engine(EngineCore):
             special = special_token_ids(self.tokenizer, params.stop)
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *special)) if special else params
         sequences = new_sequences(prompts, params, self.eos_ids, step, first_prompt)
+        if any(len(each.stop_ids) > STOP_IDS for each in sequences) or len(params.logit_bias) > BIASED_TOKENS:
+            raise ValueError(
+                f"a completion may have {STOP_IDS} stop tokens, the model's own included, and logit_bias of "
+                f"{BIASED_TOKENS} tokens; there are more"
+            )
         for sequence in sequences:
             sequence.adapter = adapter
         if params.constraint is not None:
@@ -236,17 +240,6 @@ class Engine(EngineCore):
     def session(self) -> Session:
         """Returns a new session, in which further sequences can be submitted while others run."""
         return Session(self)
-
-    def warmup(self, prompt_length: int, params: SamplingParams | None = None, num_prompts: int = 1) -> int:
-        """Compiles the programs for a request of this shape by running it on dummy prompts; returns `num_programs`."""
-        prompts = [np.full(prompt_length, index % self.config.vocab_size, np.int32) for index in range(num_prompts)]
-        self.generate(prompts, replace(params or SamplingParams(), ignore_eos=True, stop=(), stop_token_ids=()))
-        return self.num_programs
-
-    @property
-    def num_programs(self) -> int:
-        """Number of programs that the engines of this process have compiled."""
-        return sum(program._cache_size() for program in PROGRAMS)
 
 
 def new_sequences(

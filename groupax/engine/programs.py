@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.stages import Traced
 
-from groupax.core.settings.sampling import BIASED_TOKENS, STOP_IDS, SamplingKind, sampling_kind
+from groupax.core.settings.sampling import SamplingKind, sampling_kind
 from groupax.engine.cache import (
     ROWS,
     Cache,
@@ -168,7 +168,7 @@ class Tracer:
 
     def _slots(self, shape: CacheShape) -> Slots:
         num_slots = num_data_shards(self.mesh) * shape.num_slots
-        table = slot_table(num_slots, STOP_IDS, BIASED_TOKENS, self.has_adapters)
+        table = slot_table(num_slots, self.has_adapters)
         return self._sharded(jax.eval_shape(lambda: to_slots(table, jnp.asarray)))
 
     def _sharded(self, shapes: Any) -> Any:

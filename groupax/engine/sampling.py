@@ -17,7 +17,6 @@ from groupax.engine.rules import (
     Options,
     alternatives_of,
     are_changed,
-    by_options,
     changed_logits,
     constrained_logits,
     distribution,
@@ -76,12 +75,12 @@ def sample(
     if allowed is None:
         changed = lax.cond(
             are_changed(settings, history),
-            lambda: distribution(by_options(changed_logits, settings, logits, history) * inverse_temperature),
+            lambda: distribution(changed_logits(logits, settings, history) * inverse_temperature),
             lambda: policy,
         )
     else:
         changed = distribution(constrained_logits(logits, settings, history, allowed) * inverse_temperature)
-    kept = by_options(truncation, settings, changed)
+    kept = truncation(changed, settings)
     sums = reduce_blocks(jnp.sum, kept.weights(changed.scaled), 0.0)
     token, scaled = _draw(changed, sums, kept.weights, uniform, greedy)
     sampler_logp = jnp.where(greedy, 0.0, scaled - jnp.log(jnp.sum(sums, axis=-1)))

@@ -35,7 +35,6 @@ class Sequence:
         text: The text that the tokens add to the prompt's, without special tokens and without the stop string; empty
             until the sequence is finished, and if the engine has no tokenizer.
         request: Index of its request within a session; each request numbers its prompts from 0.
-        admitted_s: Time at which it entered a slot, by `time.monotonic`; None while it waits.
         matcher: What its constraint allows after the tokens (see `constraints.ConstraintCompiler`); None without one.
         fault: Why the engine gave it up, if it did.
         adapter: Name of the engine's adapter that it is sampled with; None for the base, or without adapters.
@@ -58,7 +57,6 @@ class Sequence:
     finish_reason: FinishReason | None = None
     text: str = ""
     request: int = 0
-    admitted_s: float | None = None
     matcher: Any = None
     fault: str = ""
     adapter: str | None = None

@@ -208,7 +208,6 @@ class Server:
         submit = partial(self.loop.submit, name, prepared.prompts, prepared.params, listener)
         with bad_request():
             job = await run_in_threadpool(submit, prepared.row_keys, prepared.images)
-        record.job = job
         arriving, cancel = record.watch(arriving_deltas(deltas, num)), partial(self.loop.cancel, job)
         writer = protocol.writer(exchange)
         if request.stream:

@@ -47,7 +47,6 @@ class Completion:
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     text: str = ""
-    num_characters: int = 0  # of the texts of its tokens, as `text_offset` counts them
 
     def add(self, delta: Delta) -> None:
         """Adds new tokens, which replace earlier ones if the completion was restarted."""
@@ -133,10 +132,6 @@ class Exchange:
         """Returns the numbers of tokens of the prompts, each of which counts once, and of the completions."""
         return sum(map(len, self.prompts)), sum(len(completion.tokens) for completion in completions)
 
-    def token_name(self, token: int) -> str:
-        """Returns a token's text, or its id as "token_id:7" if the request wants that."""
-        return f"token_id:{token}" if self.request.return_tokens_as_token_ids else self.token_texts.text(token)
-
     def logprob_entries(self, completion: Completion) -> list[dict[str, Any]]:
         """Returns the log-prob of each token with its alternatives, as entries of OpenAI's chats."""
         alternatives = completion.alternatives if self.request.logprobs else [[] for _ in completion.tokens]
@@ -148,7 +143,7 @@ class Exchange:
     def _entry(self, token: int, logp: float) -> dict[str, Any]:
         text = self.token_texts.text(token)
         data = None if "\ufffd" in text else [*text.encode()]
-        return {"token": self.token_name(token), "logprob": logp, "bytes": data}
+        return {"token": text, "logprob": logp, "bytes": data}
 
     def token_details(self, completion: Completion) -> dict[str, Any]:
         """Returns the token ids and log-probs of the answer to the first prompt, if the request wants them."""

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from groupax.core.terminal.printable import one_line
 from groupax.serve.exchange import Delta
-from groupax.serve.loop import EngineLoop, Job
+from groupax.serve.loop import EngineLoop
 
 __all__ = ["CONTENT_TYPE", "Metrics", "RequestRecord"]
 
@@ -25,17 +25,10 @@ TOKENS = tuple(float(4**power) for power in range(10))
 # Histograms by model: meaning and buckets.
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time to the first token", SECONDS),
-    "inter_token_latency_seconds": ("Time between two tokens", TENTHS),
+    "inter_token_latency_seconds": ("Time per token between two arrivals of tokens", TENTHS),
     "e2e_request_latency_seconds": ("Duration of a request for completions", SECONDS),
-    "request_queue_time_seconds": ("Time until the first completion of a request entered a slot", SECONDS),
-    "request_prefill_time_seconds": ("Time from there to the first tokens", SECONDS),
-    "request_decode_time_seconds": ("Time from there to the end", SECONDS),
-    "request_inference_time_seconds": ("Time from entering a slot to the end", SECONDS),
     "request_prompt_tokens": ("Prompt tokens of a request", TOKENS),
     "request_generation_tokens": ("Sampled tokens of a request", TOKENS),
-    "request_max_num_generation_tokens": ("Tokens of the longest completion of a request", TOKENS),
-    "request_params_n": ("Completions of each prompt", TOKENS),
-    "request_params_max_tokens": ("Limit of the tokens of a completion", TOKENS),
 }
 
 
@@ -104,7 +97,6 @@ class RequestRecord:
         metrics: Metrics that its tokens are added to.
         started_s: Time at which it arrived, by `time.monotonic`.
         model: Name of the model; empty until it is known.
-        job: The request in the loop; None if it needs no tokens.
         num_prompt_tokens: Number of tokens of all prompts.
         num_tokens: Number of tokens of each completion so far.
         finish_reasons: Reasons of the ends of completions.
@@ -114,7 +106,6 @@ class RequestRecord:
     metrics: Metrics
     started_s: float
     model: str = ""
-    job: Job | None = None
     num_prompt_tokens: int = 0
     num_tokens: dict[int, int] = field(default_factory=dict)
     finish_reasons: list[str] = field(default_factory=list)
@@ -136,24 +127,9 @@ class RequestRecord:
         """Adds the whole request to the metrics."""
         if not self.model:
             return
-        ended_s, sequences = time.monotonic(), self.job.sequences if self.job else []
-        values: dict[str, float] = {
-            "e2e_request_latency_seconds": ended_s - self.started_s,
-            "request_prompt_tokens": self.num_prompt_tokens,
-            "request_generation_tokens": sum(self.num_tokens.values()),
-            "request_max_num_generation_tokens": max(self.num_tokens.values(), default=0),
-        }
-        if sequences:
-            params = sequences[0].params
-            values |= {"request_params_n": params.n, "request_params_max_tokens": params.max_tokens}
-        admitted_s = min((each.admitted_s for each in sequences if each.admitted_s is not None), default=None)
-        if admitted_s is not None and self.first_s is not None:
-            values["request_queue_time_seconds"] = max(0.0, admitted_s - self.started_s)
-            values["request_prefill_time_seconds"] = max(0.0, self.first_s - admitted_s)
-            values["request_decode_time_seconds"] = ended_s - self.first_s
-            values["request_inference_time_seconds"] = max(0.0, ended_s - admitted_s)
-        for name, value in values.items():
-            self.metrics.observe(name, self.model, value)
+        self.metrics.observe("e2e_request_latency_seconds", self.model, time.monotonic() - self.started_s)
+        self.metrics.observe("request_prompt_tokens", self.model, self.num_prompt_tokens)
+        self.metrics.observe("request_generation_tokens", self.model, sum(self.num_tokens.values()))
 
     def line(self, method: str, path: str, status: int, message: str = "") -> str:
         """Returns the request as a line of the log."""
@@ -176,9 +152,9 @@ class RequestRecord:
             self.first_s = now_s
             self.metrics.observe("time_to_first_token_seconds", self.model, now_s - self.started_s)
         elif num_new and delta.index in self._last_s:
-            each_s = (now_s - self._last_s[delta.index]) / num_new  # as if each token had taken the same time
-            for _ in range(num_new):
-                self.metrics.observe("inter_token_latency_seconds", self.model, each_s)
+            self.metrics.observe(
+                "inter_token_latency_seconds", self.model, (now_s - self._last_s[delta.index]) / num_new
+            )
         self._last_s[delta.index] = now_s
         if delta.finish_reason is not None:
             self.finish_reasons.append(delta.finish_reason)

@@ -74,7 +74,6 @@ class Request(_Sampling, BaseModel):
         model: Name of the model; None takes the server's first.
         max_tokens: None takes the server's default.
         return_token_ids: Whether to report token ids and both log-probs of each token.
-        return_tokens_as_token_ids: Whether log-probs have "token_id:7" instead of a token's text.
         row_keys: The PRNG key of each completion, used instead of the seed, [prompts * n, 2] uint32.
         weights_state: The weights to sample from (see `serve.weights`); with others the request is refused.
         prompts: Strings or lists of token ids; for a chat one list of messages.
@@ -86,7 +85,6 @@ class Request(_Sampling, BaseModel):
     stream: bool = False
     stream_options: dict[str, bool | None] = {}
     return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
     row_keys: RowKeys | None = None
     weights_state: Text | None = None
     top_k: Annotated[Int32, AfterValidator(lambda k: 0 if k == -1 else k)] = 0  # -1 keeps all tokens in other APIs

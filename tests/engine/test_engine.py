@@ -271,10 +271,8 @@ def test_draws_follow_the_definitions_and_the_policy_is_the_temperatures_alone(s
     seen = {"prompt": (7, 8, 8), "generated": (9, 7, 9, 20), "stop_ids": (20, 41)}
     cuts = {name: each for name, each in settings.items() if name in inspect.signature(truncated).parameters}
     changes = {name: each for name, each in settings.items() if name not in cuts}
-    given = settings_array(1, **settings)
-    options = {name: given[name] for name in inspect.signature(changed_logits).parameters if name in given}
     changed = changed_by_numpy(row, **seen, **changes)
-    out = changed_logits(jnp.asarray(row)[None], history_of(1, **seen), **options)[0]
+    out = changed_logits(jnp.asarray(row)[None], settings_array(1, **settings), history_of(1, **seen))[0]
     np.testing.assert_allclose(out, changed, rtol=1e-6)
 
     expected = truncated(changed, **cuts)

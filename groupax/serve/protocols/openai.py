@@ -43,10 +43,9 @@ class ResponseBuilder:
         else:
             choice = self._text_choice(index, piece.content)
         choice["finish_reason"] = piece.finish_reason
-        new = Completion(num_characters=completion.num_characters)
+        new = Completion()
         new.add(delta)
         choice |= self._details(index, new, is_first=not completion.tokens)
-        completion.num_characters = new.num_characters
         return [self._chunk(choice)]
 
     def last_events(self, completions: list[Completion]) -> list[dict[str, Any]]:
@@ -112,15 +111,10 @@ class ResponseBuilder:
         return details
 
     def _logprobs(self, completion: Completion) -> dict[str, Any]:
-        offsets = []
-        for token in completion.tokens:
-            offsets.append(completion.num_characters)
-            completion.num_characters += len(self._exchange.token_texts.text(token))
         return {
-            "tokens": [self._exchange.token_name(token) for token in completion.tokens],
+            "tokens": [self._exchange.token_texts.text(token) for token in completion.tokens],
             "token_logprobs": completion.policy_logps,
             "top_logprobs": self._top_logprobs(completion) if self.request.logprobs else None,
-            "text_offset": offsets,
         }
 
     def _top_logprobs(self, completion: Completion) -> list[dict[str, float]]:
@@ -132,7 +126,7 @@ class ResponseBuilder:
             top: dict[str, float] = {}
             for other, value in pairs if is_included else [*pairs, (token, logp)]:
                 # several tokens may have one text; the token itself has the same log-prob in both places
-                top.setdefault(self._exchange.token_name(other), logp if other == token else value)
+                top.setdefault(self._exchange.token_texts.text(other), logp if other == token else value)
             tops.append(top)
         return tops
 
