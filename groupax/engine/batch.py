@@ -12,7 +12,6 @@ from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -61,8 +60,6 @@ class Batch:
     ) -> None:
         self.core, self.plan, self.patience, self.serving = core, plan, patience, serving
         self.mesh, self.chunk_steps = core.mesh, core.chunk_steps
-        # the generation of the weights with which each sequence started
-        self._generations: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
         self._num_idle = 0  # chunks in a row after which half of the slots were enough
         self._num_needed = 0  # slots per shard, the most of these chunks
         self.demand = self.demand_of(sequences)
@@ -136,8 +133,8 @@ class Batch:
         return grown
 
     def store_prefixes(self) -> None:
-        """Stores the keys and values of the sequences that have just finished."""
-        scheduler, prefixes = self.scheduler, self.core.prefixes
+        """Stores the keys and values of the turns that have just finished in the places of their conversations."""
+        scheduler = self.scheduler
         finished: list[list[int]] = [[] for _ in range(scheduler.num_shards)]
         for slot, sequence in enumerate(scheduler.slots):
             if sequence is not None and self._is_to_be_stored(sequence):
@@ -154,17 +151,13 @@ class Batch:
                 stored = {name: [x[shard] for x in layers] for name, layers in read.items()}
                 adapter = self.core.adapter_index(sequence.adapter)
                 prefix = prefix_of(stored, lookup_tokens(sequence), sequence.tokens, adapter)
-                if sequence.place is None:
-                    prefixes.add(prefix)
-                else:
-                    sequence.place.put(prefix, self._generations[sequence])
+                assert sequence.place is not None, "it is to be stored there"
+                sequence.place.put(prefix, sequence.generation)
 
     def _is_to_be_stored(self, sequence: Sequence) -> bool:
-        if sequence.finish_reason is None or not sequence.tokens:
-            return False
+        has_room = sequence.place is not None and sequence.place.max_tokens > 0 and bool(sequence.tokens)
         # of another generation some was computed by other weights
-        has_room = sequence.place is None or sequence.place.max_tokens > 0
-        return has_room and self._generations[sequence] == self.core.prefixes.generation
+        return has_room and sequence.finish_reason is not None and sequence.generation == self.core.prefixes.generation
 
     def free_finished(self) -> None:
         """Frees the slots of finished sequences."""
@@ -190,7 +183,7 @@ class Batch:
             is_new[slot] = True
             row = row_of[slot // scheduler.share]
             places[row] = sequence.place
-            self._generations[sequence] = core.prefixes.generation
+            sequence.generation = core.prefixes.generation
             fill(admitted[slot], sequence)
             if core.adapters:
                 admitted[slot]["adapter"] = adapters[row] = core.adapter_index(sequence.adapter)
@@ -198,7 +191,7 @@ class Batch:
         if vision is not None and features is not None:  # whose features are computed now
             shape = num_prompts, self.shape.num_prompt_columns
             images = admitted_images(vision, features, core.vision_params, admission, shape)
-        if core.prefixes.max_bytes:
+        if core.prefixes.max_bytes and any(places):
             known = self._known([*admission.rows(num_prompts)], starts, places, adapters.tolist())
         self.cache, self.slots = admit(
             params,

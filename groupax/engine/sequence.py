@@ -39,6 +39,7 @@ class Sequence:
         fault: Why the engine gave it up, if it did.
         adapter: Name of the engine's adapter that it is sampled with; None for the base, or without adapters.
         place: Place for the keys and values of the conversation that it is a turn of (see `Session.converse`).
+        generation: Generation of the weights that it started with (see `prefix_cache.PrefixCache`).
         images: Images of the beginning of the prompt; None for a prompt of text.
     """
 
@@ -61,6 +62,7 @@ class Sequence:
     fault: str = ""
     adapter: str | None = None
     place: Place | None = None
+    generation: int = 0
     images: PromptImages | None = None
 
     @property

@@ -75,9 +75,6 @@ class _LoopCollector(Collector):
             yield _gauge(f"vllm:{name}", meaning, "model_name", {model: value})
         versions = {name: self._loop.version_of(name) for name in self._loop.names}
         yield _gauge("groupax_weights_version", "Version of the weights", "model", versions)
-        hits = CounterMetricFamily("vllm:prefix_cache_hits", "Prompt tokens that were looked up", labels=["model_name"])
-        hits.add_metric([model], self._loop.engine.prefixes.num_reused_tokens)
-        yield hits
         yield CounterMetricFamily("groupax_completions_cancelled", "Cancelled completions", counts.num_cancelled)
         yield CounterMetricFamily("groupax_chunks", "Decoded chunks", counts.num_chunks)
 

@@ -176,18 +176,14 @@ EXTENSIONS = SETTINGS - {"n", "regex", "json_schema"} | {
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the second has no effect here
 # Fields without an effect here.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"}
-# Fields that are not supported, and the values of them that request nothing.
-UNSUPPORTED: dict[str, list[Any]] = {
-    "audio": [None],
-    "best_of": [None, 1],
-    "echo": [None, False],
-    "function_call": [None, "none"],
-    "functions": [None, []],
-    "modalities": [None, ["text"]],
-    "prediction": [None],
-    "prompt_logprobs": [None],
-    "suffix": [None, ""],
-    "web_search_options": [None],
+# Fields that are not supported, and the value of them that requests nothing.
+UNSUPPORTED: dict[str, Any] = {
+    "best_of": 1,
+    "echo": False,
+    "function_call": "none",
+    "functions": [],
+    "modalities": ["text"],
+    "suffix": "",
 }
 
 
@@ -222,20 +218,20 @@ def request_of(given: Mapping[str, Any], is_chat: bool) -> Request:
     """Returns the request that the fields of a body describe (see `parse`)."""
     schema = ChatRequest if is_chat else CompletionRequest
     known = [str(field.validation_alias or name) for name, field in schema.model_fields.items()]
+    given = {name: value for name, value in given.items() if value is not None}
     check_known(given, [*known, "response_format", *IGNORED, *UNSUPPORTED], "the request")
-    given = dict(given)
     form = given.pop("response_format", None)
     form_schema = None if form is None else _schema_of(form)
     if form_schema is not None:
-        if given.get("json_schema") is not None:
+        if "json_schema" in given:
             raise ApiError(400, "response_format and json_schema are two constraints; set one of them", "json_schema")
         given["json_schema"] = json.dumps(form_schema)
     for name in given.keys() & UNSUPPORTED.keys():
-        if not any(type(given[name]) is type(each) and given[name] == each for each in UNSUPPORTED[name]):
+        if type(given[name]) is not type(UNSUPPORTED[name]) or given[name] != UNSUPPORTED[name]:
             raise ApiError(400, f"{name}={short(given[name])} is not supported", name, "unsupported_value")
     if isinstance(given.get("stream_options"), dict):
         check_known(given["stream_options"], STREAM_OPTIONS, "stream_options", param="stream_options")
-    request = validated(schema, {name: value for name, value in given.items() if value is not None})
+    request = validated(schema, given)
     if isinstance(request, ChatRequest):
         _complete_chat(request)
     return request

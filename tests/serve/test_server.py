@@ -350,7 +350,7 @@ def test_the_command_serves_within_its_limits_and_drains():
     settings = ["--model", str(load_recipe("arithmetic").model), "--name", "demo", "--port", "0", "--chunk_steps", "8"]
     settings += ["--mesh", "-1", "1", "1", "1", "1", "--api_key", KEY, "--warmup", "1", "--warmup_tokens", "8"]
     settings += ["--chat_template", "plain", "--default_max_tokens", "3", "--max_queue", "6", "--max_body_mb", "0.001"]
-    settings += ["--max_connections", "2", "--prefix_cache_gb", "0.001", "--drain_s", "60", "--no_log_requests"]
+    settings += ["--max_connections", "2", "--drain_s", "60", "--no_log_requests"]
     command = [sys.executable, "-m", "groupax", "serve", *settings]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
