@@ -146,7 +146,7 @@ def _uvicorn_config(
     )
     write_line = partial(print, flush=True) if command.log_requests else lambda _: None
     return uvicorn.Config(
-        create_app(loop, limits, models, write_line),
+        create_app(loop, limits, None if command.adapter else next(iter(models.values())), write_line),
         http="h11",  # limits the line and the headers of a request to 64 KiB, unlike httptools
         limit_concurrency=command.max_connections + 1,
         ws="none",

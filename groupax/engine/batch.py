@@ -1,6 +1,6 @@
 """Sequences on the devices: they enter slots, are decoded a chunk at a time, and leave.
 
-    (submit ──► reserve) ──► fit_columns ──► admit ──► decode ──► store_prefixes ──► free_finished ──► compact ──► ...
+    (submit ──► reserve) ──► fit_columns ──► admit ──► decode ──► free_finished ──► compact ──► ...
 
 The scheduler knows which sequence sits in which slot, the plan what memory allows; the batch changes the arrays
 accordingly, and their shape (reserve, fit_columns, compact).
@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -18,13 +17,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from groupax.core.settings.sampling import sampling_kind
-from groupax.engine.cache import ROWS, Cache, cache_maker, fill, pspec_of, read_slots, release, slot_table, to_slots
+from groupax.engine.cache import ROWS, Cache, cache_maker, fill, release, slot_table, to_slots
+from groupax.engine.conversations import known_beginnings
 from groupax.engine.core import EngineCore
 from groupax.engine.decode import Chunk, DecodeSettings, TokenMasks, decode_chunk
-from groupax.engine.images import admitted_images, lookup_tokens
+from groupax.engine.images import admitted_images
 from groupax.engine.plan import CacheShape, Demand, Plan, admission_prompts, power_of_two
-from groupax.engine.prefill import Admitted, Known, admit
-from groupax.engine.prefix_cache import Place, prefix_of
+from groupax.engine.prefill import Admitted, admit
+from groupax.engine.prefix_cache import Place
 from groupax.engine.resizing import move_slots, resize
 from groupax.engine.scheduler import Admission, Scheduler
 from groupax.engine.sequence import Sequence
@@ -132,33 +132,6 @@ class Batch:
             self.serving.pace.add_chunk(self.shape, num_steps, time.perf_counter() - begun_s)
         return grown
 
-    def store_prefixes(self) -> None:
-        """Stores the keys and values of the turns that have just finished in the places of their conversations."""
-        scheduler = self.scheduler
-        finished: list[list[int]] = [[] for _ in range(scheduler.num_shards)]
-        for slot, sequence in enumerate(scheduler.slots):
-            if sequence is not None and self._is_to_be_stored(sequence):
-                finished[slot // scheduler.slots_per_shard].append(slot)
-        firsts = np.arange(scheduler.num_shards) * scheduler.slots_per_shard
-        for slots in zip_longest(*finished):  # one of each shard at a time
-            rows = [0 if slot is None else slot - first for slot, first in zip(slots, firsts, strict=True)]
-            in_rows, in_prompts = np.array(rows, np.int32), np.array(rows, np.int32) // scheduler.share
-            read = to_host(read_slots(self.cache, self.on_rows(in_rows), self.on_rows(in_prompts), mesh=self.mesh))
-            for shard, slot in enumerate(slots):
-                sequence = None if slot is None else scheduler.slots[slot]
-                if sequence is None:
-                    continue
-                stored = {name: [x[shard] for x in layers] for name, layers in read.items()}
-                adapter = self.core.adapter_index(sequence.adapter)
-                prefix = prefix_of(stored, lookup_tokens(sequence), sequence.tokens, adapter)
-                assert sequence.place is not None, "it is to be stored there"
-                sequence.place.put(prefix, sequence.generation)
-
-    def _is_to_be_stored(self, sequence: Sequence) -> bool:
-        has_room = sequence.place is not None and sequence.place.max_tokens > 0 and bool(sequence.tokens)
-        # of another generation some was computed by other weights
-        return has_room and sequence.finish_reason is not None and sequence.generation == self.core.prefixes.generation
-
     def free_finished(self) -> None:
         """Frees the slots of finished sequences."""
         slots = self.scheduler.slots
@@ -192,7 +165,7 @@ class Batch:
             shape = num_prompts, self.shape.num_prompt_columns
             images = admitted_images(vision, features, core.vision_params, admission, shape)
         if core.prefixes.max_bytes and any(places):
-            known = self._known([*admission.rows(num_prompts)], starts, places, adapters.tolist())
+            known = known_beginnings(core, admission, places, starts, self.shape.num_prompt_columns)
         self.cache, self.slots = admit(
             params,
             self.cache,
@@ -213,24 +186,6 @@ class Batch:
             by_block=self.plan.by_block,
             short_pieces=self.serving is not None,
         )
-
-    def _known(
-        self,
-        firsts: list[tuple[int, Sequence]],
-        starts: np.ndarray,
-        places: list[Place | None],
-        adapters: list[int],
-    ) -> Known | None:
-        """Returns the stored keys and values of the left-padded prompts; None if there are none."""
-        prompts = np.zeros((len(starts), self.shape.num_prompt_columns), np.int64)
-        for row, first in firsts:
-            prompts[row, starts[row] :] = lookup_tokens(first)[:-1]
-        gathered = self.core.prefixes.gather(prompts, starts, places, adapters)
-        if gathered is None:
-            return None
-        lengths, k, v = gathered
-        arrays = (starts + lengths, k, v)
-        return Known(*to_device(arrays, jax.tree.map(lambda x: NamedSharding(self.mesh, pspec_of(x)), arrays)))
 
     def demand_of(self, sequences: Iterable[Sequence]) -> Demand:
         """Returns the demand to choose shapes by, for these sequences."""

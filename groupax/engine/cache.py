@@ -182,20 +182,6 @@ def to_slots(table: np.ndarray, put: Callable[[np.ndarray], Any]) -> Slots:
     return Slots(**own, settings=columns)
 
 
-@partial(jax.jit, static_argnames="mesh")
-def read_slots(cache: Cache, rows: Int[Array, "D"], prompt_slots: Int[Array, "D"], *, mesh: Mesh) -> dict[str, Any]:
-    """Returns the keys and values of a slot of each shard, and of their prompts, per layer."""
-    given = {"k": (cache.k, rows), "v": (cache.v, rows)}
-    given |= {"prompt_k": (cache.prompt_k, prompt_slots), "prompt_v": (cache.prompt_v, prompt_slots)}
-
-    def local(given: dict[str, tuple[list[Array], Array]]) -> dict[str, list[Array]]:
-        return {name: [x[rows] for x in layers] for name, (layers, rows) in given.items()}
-
-    in_specs = jax.tree.map(pspec_of, given)
-    out_specs = {name: [pspec_of(x) for x in layers] for name, (layers, _) in given.items()}
-    return jax.shard_map(local, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(given)
-
-
 @partial(jax.jit, donate_argnames=("slots",))
 def release(slots: Slots, released: Bool[Array, "B"]) -> Slots:
     """Returns the slots, of which the released ones are idle."""

@@ -118,7 +118,6 @@ class EngineCore:
         self._given: Params = params
         self._params: Params | None = None
         self.version = 0
-        self.adapter_versions: dict[str, int] = {}
         self.constraints = ConstraintCompiler(tokenizer, config.vocab_size, eos_ids)
         if given.prefix_bytes and config.recurrent is not None:
             logger.warning(
@@ -165,10 +164,6 @@ class EngineCore:
         if adapter not in self.adapters:
             raise ValueError(f"there is no adapter {adapter!r}; the engine has {', '.join(self.adapters) or 'none'}")
         return self.adapters.index(adapter)
-
-    def version_of(self, adapter: str | None) -> int:
-        """Returns the version of the weights that sequences with an adapter are sampled with."""
-        return self.version if adapter is None else self.adapter_versions.get(adapter, self.version)
 
     def release(self) -> None:
         """Frees the memory of weights that were gathered or converted; the next decoding creates them again."""

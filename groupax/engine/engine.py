@@ -43,7 +43,6 @@ class Engine(EngineCore):
         before_chunk: Called before each chunk of `updates`, which it can end by an exception; None for nothing.
         version: Version of the weights, incremented whenever others are set. Callers that count otherwise set it too,
             right after the weights.
-        adapter_versions: Versions of the weights of adapters, if callers count those one by one.
 
     Example:
         >>> engine = Engine.load("Qwen/Qwen3-0.6B")  # doctest: +SKIP
@@ -226,8 +225,8 @@ class Engine(EngineCore):
     def updates(self, sequences: Iterable[Sequence]) -> Iterator[tuple[Sequence, int]]:
         """Runs sequences to their ends and yields each after every chunk, with its number of new tokens.
 
-        Between two yields, sequences can be cancelled (`Sequence.cancel`). A preempted sequence is reported again only
-        when it is longer than before; if it is cancelled by then, the number is negative.
+        Between two yields, sequences can be cancelled (`Sequence.cancel`). A preempted sequence grows again from its
+        beginning.
 
         Raises:
             ValueError: The memory for keys and values does not hold two of the longest sequences.

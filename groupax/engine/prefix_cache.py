@@ -4,7 +4,7 @@ A conversation's next turn begins with everything said so far, whose keys and va
 of computed again. They belong to one set of weights; code that changes the weights must clear the cache.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,36 +91,6 @@ class PrefixCache:
     def clear(self) -> None:
         """Makes all places forget what they have, because the weights changed."""
         self.generation += 1
-
-    def gather(
-        self, prompts: np.ndarray, starts: np.ndarray, places: Sequence[Place | None], adapters: Sequence[int]
-    ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]] | None:
-        """Looks up left-padded prompts, [P, S], that begin at `starts`, each in its place.
-
-        Returns:
-            The number of stored tokens of each, and per layer keys [P, K, H, S] and values [P, K, S, H]; None if none
-            are stored.
-        """
-        found = [
-            place.find(row[start:], self.generation, adapter) if place else (0, None)
-            for row, start, place, adapter in zip(prompts, starts, places, adapters, strict=True)
-        ]
-        some = next((prefix for _, prefix in found if prefix), None)
-        if some is None:
-            return None
-        (P, S), (K, H, _), dtype = prompts.shape, some.k[0].shape, some.k[0].dtype
-        k = [np.zeros((P, K, H, S), dtype) for _ in some.k]
-        v = [np.zeros((P, K, S, H), dtype) for _ in some.v]
-        for index, (length, prefix) in enumerate(found):
-            if prefix is None:
-                continue
-            columns = slice(starts[index], starts[index] + length)
-            for layer, (keys, values) in enumerate(zip(prefix.k, prefix.v, strict=True)):
-                k[layer][index][..., columns] = keys[..., :length]
-                v[layer][index][:, columns] = values[:, :length]
-        lengths = np.array([length for length, _ in found], np.int32)
-        self.num_reused_tokens += int(lengths.sum())
-        return lengths, k, v
 
 
 def _common_length(a: np.ndarray, b: np.ndarray) -> int:

@@ -5,7 +5,7 @@ request ──► key, size, JSON, fields ──► token ids ──► loop ─
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ class Limits:
 def create_app(
     loop: EngineLoop,
     limits: Limits | None = None,
-    models: Mapping[str, Model] | None = None,
+    model: Model | None = None,
     write_line: Callable[[str], object] = lambda _: None,
 ) -> Starlette:
     """Creates the application.
@@ -87,10 +87,10 @@ def create_app(
     Args:
         loop: A started loop whose engine has a tokenizer. Requests that name no model get the engine's own.
         limits: Limits of requests.
-        models: The engine's model and adapters, by name, whose weights clients with a key may change.
+        model: The engine's model, if clients with a key may change its weights.
         write_line: Receives a line for each request that is not a GET; by default nothing is written.
     """
-    server = Server(loop, limits or Limits(), Weights(loop, models or {}), write_line)
+    server = Server(loop, limits or Limits(), Weights(loop, model), write_line)
     return Starlette(routes=server.routes(), exception_handlers={HTTPException: _http_error})
 
 
@@ -126,7 +126,7 @@ class Server:
             ),
             ("GET", "/metrics", lambda _: Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})),
             ("GET", "/groupax/v1/weights", lambda _: self.weights.describe()),
-            ("PUT", "/groupax/v1/weights/{model:path}", self._put_weights),
+            ("PUT", "/groupax/v1/weights", self._put_weights),
         ]
         counting = self._endpoint(self._count_tokens, anthropic.error_body)
         return [
@@ -187,7 +187,7 @@ class Server:
         request = incoming.request
         model = self._model(request.model)
         name = model.name
-        if request.weights_state not in (None, self.weights.state(name)):
+        if request.weights_state not in (None, self.weights.state):
             message = f"{name} has other weights than {request.weights_state!r}"
             raise ApiError(409, message, param="weights_state", code="other_weights")
         work = partial(prepare, incoming, model, self.limits.max_completions, self.limits.default_max_tokens)
@@ -234,8 +234,8 @@ class Server:
 
     def _model_card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self.started, "owned_by": "groupax"}
-        version = self.loop.version_of(name)
-        return {**card, "max_model_len": self.models[name].max_positions, "weights_version": version}
+        max_len, version = self.models[name].max_positions, self.loop.engine.version
+        return {**card, "max_model_len": max_len, "weights_version": version}
 
     async def _health(self, _: HttpRequest) -> Response:
         return self._state("ok")
@@ -250,8 +250,7 @@ class Server:
 
     async def _put_weights(self, http: HttpRequest) -> Any:
         self._check_has_keys("weights can be changed")
-        model = http.path_params["model"]
-        limit, size, at = self.weights.max_bytes(model), int(http.headers.get("content-length", "0")), 0
+        limit, size, at = self.weights.max_bytes(), int(http.headers.get("content-length", "0")), 0
         data = np.empty(min(size, limit), np.uint8)
         time_s = self.limits.receive_timeout_s + size / LEAST_UPLOAD_BYTES_PER_S
         try:
@@ -264,8 +263,9 @@ class Server:
             message = f"the weights did not arrive within {time_s:g} s"
             raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from error
         if at != len(data):
-            raise ApiError(413, f"the upload has {at} bytes; {model} takes {limit}, which content-length must announce")
-        upload = await run_in_threadpool(self.weights.read, model, data)
+            message = f"the upload has {at} bytes; the model takes {limit}, and content-length must announce them"
+            raise ApiError(413, message)
+        upload = await run_in_threadpool(self.weights.read, data)
         held = await run_in_threadpool(self.weights.prepared, upload)
         return await asyncio.wrap_future(self.loop.between_chunks(lambda: self.weights.take_over(upload, held)))
 

@@ -318,18 +318,16 @@ def check_completions(
     for each in completions:
         if each.finish_reason not in FINISH_REASONS:
             raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, f"a completion ended with {each.finish_reason!r}")
-        if not _is_list(each.tokens, int) or not all(0 <= token < vocab_size for token in each.tokens):
-            raise RunError(
-                f"{url} responds with token ids outside of the model's vocabulary of {vocab_size}, so it has another "
-                f"model: {each.tokens!r:.200}"
-            )
-        if not 0 < len(each.tokens) <= most or not isinstance(each.text, str):
-            raise RunError(f"{url} responds with {len(each.tokens)} tokens, where 1 to {most} and a text are expected")
+        is_sound = _is_list(each.tokens, int) and 0 < len(each.tokens) <= most and isinstance(each.text, str)
+        is_sound = is_sound and all(0 <= token < vocab_size for token in each.tokens)
         for logps in (each.logps, each.sampler_logps):
-            if not _is_list(logps, int | float) or len(logps) != len(each.tokens) or not all(map(math.isfinite, logps)):
-                raise RunError(
-                    f"{url} responds with log-probs that are not {len(each.tokens)} finite numbers: {logps!r:.200}"
-                )
+            is_sound = is_sound and _is_list(logps, int | float) and len(logps) == len(each.tokens)
+            is_sound = is_sound and all(map(math.isfinite, logps))
+        if not is_sound:
+            raise RunError(
+                f"{url} responds without a text and 1 to {most} tokens of the model's vocabulary of {vocab_size}, each "
+                f"with finite log-probs; has it another model? It is {each!r:.400}"
+            )
 
 
 def _is_list(value: Any, kind: Any) -> bool:

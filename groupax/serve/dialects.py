@@ -19,7 +19,6 @@ from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 
@@ -120,7 +119,9 @@ class Groupax:
         part = params if self._settings is None else trained_params(self._specs, params)
         leaves, places = param_leaves(self._specs, part), specs_by_name(self._specs)
         with closing(self._server.connection()) as connection:
-            held = self._held(connection)
+            held = self._server.request("GET", "/groupax/v1/weights", None, connection)
+            with reading(self._server.url, "the state of its weights"):
+                held = {name: held[name] for name in ("state", "version")}
             known = self._leaves if held["state"] == self._state else []
             same = {index for index, leaf in enumerate(known) if leaf() is leaves[index]}
             self.pushed, self._state = UNKNOWN, None
@@ -134,20 +135,7 @@ class Groupax:
         """Replaces tensors of the weights that the server holds, and returns what it holds then."""
         metadata = {"version": str(version), "replaces": held["state"], "adapter": json.dumps(self._settings)}
         # a new connection, since an idle one may have been closed while the tensors were copied
-        path = f"/groupax/v1/weights/{quote(held['model'])}"
-        return self._server.request("PUT", path, bytes_of(tensors, metadata))
-
-    def _held(self, connection: HTTPConnection) -> dict[str, Any]:
-        response = self._server.request("GET", "/groupax/v1/weights", None, connection)
-        with reading(self._server.url, "a list of models with the state of their weights"):
-            models = [{name: each[name] for name in ("model", "state", "version")} for each in response["models"]]
-        found = [each for each in models if self._model in (None, each["model"])]
-        if not found:
-            names = ", ".join(each["model"] for each in models) or "none"
-            raise RunError(
-                f"{self._server.url} has no model {self._model!r} whose weights can be changed; it has {names}"
-            )
-        return found[0]
+        return self._server.request("PUT", "/groupax/v1/weights", bytes_of(tensors, metadata))
 
 
 class WeightsFolder:

@@ -165,10 +165,6 @@ class EngineLoop:
         """Returns the adapter that a model's name stands for; None if it is the engine's own model."""
         return model if model in self.engine.adapters else None
 
-    def version_of(self, model: str) -> int:
-        """Returns the version of a model's weights."""
-        return self.engine.version_of(self.adapter_of(model))
-
     @property
     def is_alive(self) -> bool:
         """True while the thread runs."""
@@ -338,7 +334,8 @@ class EngineLoop:
         if job is None:
             return None  # cancelled
         reported = job.reported[index]
-        start = len(reported) if sequence.tokens[: len(reported)] == reported else 0
+        is_same = sequence.tokens[: len(reported)] == reported[: len(sequence.tokens)]  # fewer of a preempted one
+        start = len(reported) if is_same else 0
         if sequence.finish_reason is None and len(sequence.tokens) <= start:
             return None
         new = slice(start, None)

@@ -4,13 +4,11 @@ What vLLM measures too has its names, which dashboards for vLLM read; the rest b
 """
 
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from groupax.core.terminal.printable import one_line
 from groupax.serve.exchange import Delta
@@ -37,10 +35,18 @@ class Metrics:
 
     def __init__(self, loop: EngineLoop) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_LoopCollector(loop))
         registered = {"registry": self._registry, "namespace": "groupax"}
         self.requests = Counter("requests", "Finished requests", ["path", "status"], **registered)
         self.seconds = Histogram("request_seconds", "Duration of a request", buckets=SECONDS, **registered)
+        version = Gauge("weights_version", "Version of the weights", ["model"], **registered)
+        version.labels(loop.names[0]).set_function(lambda: loop.engine.version)
+        for name, meaning, value in (
+            ("num_requests_running", "Sequences in slots", lambda: loop.counts.num_running),
+            ("num_requests_waiting", "Sequences without a slot", lambda: loop.counts.num_waiting),
+            ("kv_cache_usage_perc", "Used fraction of the KV cache", lambda: loop.counts.kv_frac),
+        ):
+            gauge = Gauge(f"vllm:{name}", meaning, ["model_name"], registry=self._registry)
+            gauge.labels(loop.names[0]).set_function(value)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens")
         self.generation_tokens = self._counter("generation_tokens", "Sampled tokens")
         self.finished = self._counter("request_success", "Finished completions", "finished_reason")
@@ -59,31 +65,6 @@ class Metrics:
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"vllm:{name}", meaning, ["model_name", *labels], registry=self._registry)
-
-
-class _LoopCollector(Collector):
-    def __init__(self, loop: EngineLoop) -> None:
-        self._loop = loop
-
-    def collect(self) -> Iterator[Metric]:
-        counts, model = self._loop.counts, self._loop.names[0]
-        for name, meaning, value in (
-            ("num_requests_running", "Sequences in slots", counts.num_running),
-            ("num_requests_waiting", "Sequences without a slot", counts.num_waiting),
-            ("kv_cache_usage_perc", "Used fraction of the KV cache", counts.kv_frac),
-        ):
-            yield _gauge(f"vllm:{name}", meaning, "model_name", {model: value})
-        versions = {name: self._loop.version_of(name) for name in self._loop.names}
-        yield _gauge("groupax_weights_version", "Version of the weights", "model", versions)
-        yield CounterMetricFamily("groupax_completions_cancelled", "Cancelled completions", counts.num_cancelled)
-        yield CounterMetricFamily("groupax_chunks", "Decoded chunks", counts.num_chunks)
-
-
-def _gauge(name: str, meaning: str, label: str, values: Mapping[str, float | int]) -> GaugeMetricFamily:
-    gauge = GaugeMetricFamily(name, meaning, labels=[label])
-    for model, value in values.items():
-        gauge.add_metric([model], value)
-    return gauge
 
 
 @dataclass(eq=False)

@@ -1,6 +1,5 @@
 """Devices that share the weights to decode with sample what a device with all of them does."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 from itertools import chain
@@ -14,7 +13,7 @@ from groupax.cli.main import main
 from groupax.cli.serve import Serve, engine_of, models_of
 from groupax.engine.batch import Batch
 from groupax.engine.decode import DecodeSettings, decode_chunk
-from groupax.models.lora import LoRAConfig, adapter_config_dict, adapter_specs
+from groupax.models.lora import LoRAConfig
 from groupax.models.weights.checkpoint import add_adapter, reshard
 from groupax.models.weights.saving import host_tensors, param_leaves, save_adapter
 from groupax.parallel.mesh import make_mesh
@@ -201,23 +200,13 @@ def test_a_server_holds_its_models_in_parts(folder):
     for name in names:
         assert_same(*(each.generate(prompts, PARAMS, adapter=name) for each in (engine, expected)))
 
-    lora = one_each["adapted"].adapter
-    trained = jax.tree.map(lambda x: 0.9 * x, lora.trained)
-    specs, given = adapter_specs(models["base"].config, lora.config), adapter_config_dict(lora, models["base"].config)
-    for own, parted in ((engine, models), (expected, one_each)):
-        push(Weights(EngineLoop(own, "base", 8), parted), "adapted", specs, trained, given)
-        assert own.adapter_versions == {"adapted": 5}
-    assert parts(engine.params["layers"][0]["down"].base) == {(32, 32)}
-    for name in names:
-        assert_same(*(each.generate(prompts, PARAMS, adapter=name) for each in (engine, expected)))
-
-
-def push(weights, name, specs, params, adapter=None):
-    """Sends weights to a server's model."""
-    tensors = host_tensors(specs, param_leaves(specs, params))
-    metadata = {"version": "5", "replaces": weights.state(name), "adapter": json.dumps(adapter)}
-    upload = weights.read(name, np.frombuffer(b"".join(bytes_of(tensors, metadata)), np.uint8))
+    weights, base = Weights(EngineLoop(engine, "base", 8), models["base"]), one_each["base"].params
+    tensors = host_tensors(specs := model_specs(models["base"].config), param_leaves(specs, base))
+    metadata = {"version": "5", "replaces": str(weights.state)}
+    upload = weights.read(np.frombuffer(b"".join(bytes_of(tensors, metadata)), np.uint8))
     weights.take_over(upload, weights.prepared(upload))
+    assert parts(engine.params["layers"][0]["down"]) == {(32, 32)}
+    assert engine.version == 5
 
 
 # -- whole runs

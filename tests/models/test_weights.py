@@ -87,7 +87,7 @@ def server():
     model, tokenizer = demo_model()
     engine = Engine.of(model, tokenizer, chunk_steps=8, kv_bytes=1 << 27)
     loop = EngineLoop(engine, "demo").start()
-    with listening(create_app(loop, Limits(api_keys=(KEY,)), {"demo": model})) as url:
+    with listening(create_app(loop, Limits(api_keys=(KEY,)), model)) as url:
         yield SimpleNamespace(model=model, engine=engine, loop=loop, url=url)
     loop.close()
 
@@ -98,38 +98,37 @@ def test_a_torn_or_late_upload_is_never_used(server):
     specs = model_specs(server.model.config)
     tensors = host_tensors(specs, param_leaves(specs, perturbed(server.engine.params, 5)))
     path, before = "/groupax/v1/weights", server.engine.params
-    state = remote.request("GET", path)["models"][0]["state"]
+    state = remote.request("GET", path)["state"]
     metadata = {"version": "9", "replaces": state}
     parts = bytes_of(tensors, metadata)
     with closing(remote.connection()) as connection:
-        connection.putrequest("PUT", f"{path}/demo")
+        connection.putrequest("PUT", path)
         connection.putheader("authorization", f"Bearer {KEY}")
         connection.putheader("content-length", str(sum(map(len, parts))))
         connection.endheaders(parts[2])  # and the client is gone
     adapter = adapter_config_dict(add_adapter(server.model, LORA).adapter, server.model.config)
     size = sum(map(len, parts))
-    for name, body, status, code in (
-        ("demo", bytes_of(tensors, {**metadata, "replaces": "of old"}), 409, "other_weights"),
-        ("x", parts, 404, "model_not_found"),
-        ("demo", parts[:-1], 400, None),
-        ("demo", [*parts, bytes(2 * size + (32 << 20))], 413, None),
-        ("demo", bytes_of({"x": np.zeros(1, np.float32)}, metadata), 400, None),
-        ("demo", bytes_of({"model.norm.weight": np.zeros(3, np.float32)}, metadata), 400, None),
-        ("demo", bytes_of(tensors, {**metadata, "version": "-1"}), 400, None),
-        ("demo", bytes_of(tensors, {"version": "9"}), 400, None),
-        ("demo", bytes_of(tensors, {**metadata, "adapter": '{"r": 0}'}), 400, None),
-        ("demo", bytes_of(tensors, {**metadata, "adapter": json.dumps(adapter)}), 400, None),
+    for body, status, code in (
+        (bytes_of(tensors, {**metadata, "replaces": "of old"}), 409, "other_weights"),
+        (parts[:-1], 400, None),
+        ([*parts, bytes(2 * size + (32 << 20))], 413, None),
+        (bytes_of({"x": np.zeros(1, np.float32)}, metadata), 400, None),
+        (bytes_of({"model.norm.weight": np.zeros(3, np.float32)}, metadata), 400, None),
+        (bytes_of(tensors, {**metadata, "version": "-1"}), 400, None),
+        (bytes_of(tensors, {"version": "9"}), 400, None),
+        (bytes_of(tensors, {**metadata, "adapter": '{"r": 0}'}), 400, None),
+        (bytes_of(tensors, {**metadata, "adapter": json.dumps(adapter)}), 400, None),
     ):
         with pytest.raises(RefusedError, match=str(status)) as caught:
-            remote.request("PUT", f"{path}/{name}", body)
+            remote.request("PUT", path, body)
         assert caught.value.code == code
         assert server.engine.params is before
-    assert remote.request("PUT", f"{path}/demo", parts)["version"] == 9
+    assert remote.request("PUT", path, parts)["version"] == 9
     assert server.engine.version == 9
     for one, other in zip(param_leaves(specs, server.engine.params), param_leaves(specs, before), strict=True):
         assert not np.array_equal(one, other)
-    with pytest.raises(RefusedError, match="which has others"):
-        remote.request("PUT", f"{path}/demo", parts)
+    with pytest.raises(RefusedError, match="the server has others"):
+        remote.request("PUT", path, parts)
 
 
 @pytest.mark.heavy
@@ -156,7 +155,7 @@ def test_weights_change_between_two_chunks_and_answers_say_so(server):
 
 @pytest.mark.heavy
 def test_without_a_key_nobody_changes_weights(server):
-    app = create_app(server.loop, Limits(), {"demo": server.model})
+    app = create_app(server.loop, Limits(), server.model)
     says = "403: weights can be changed only on a server with keys"
     with listening(app) as address, pytest.raises(RefusedError, match=says):
-        RemoteServer(address, None, 60.0).request("PUT", "/groupax/v1/weights/demo", [b"x"])
+        RemoteServer(address, None, 60.0).request("PUT", "/groupax/v1/weights", [b"x"])

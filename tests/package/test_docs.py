@@ -133,7 +133,7 @@ def test_the_clients_of_the_page_about_serving_are_answered(tmp_path, monkeypatc
     }
     chat, image, training = python_blocks(DOCS / "serving.md")
     loop = EngineLoop(text, "Qwen/Qwen3-0.6B").start()
-    app = create_app(loop, Limits(api_keys=("SECRET",)), {"Qwen/Qwen3-0.6B": model})
+    app = create_app(loop, Limits(api_keys=("SECRET",)), model)
     with closing(loop), listening(app) as address:
         exec(chat.replace("http://127.0.0.1:8000", address), namespace)
         exec(training.replace("http://one:8000", address), namespace)

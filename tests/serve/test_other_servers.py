@@ -162,15 +162,15 @@ def with_(**changes):
         (lambda _: [], "responds without token ids"),
         (lambda whole: {"choices": whole["choices"][1:]}, "responds with 1 completions instead of 2"),
         *((without(name), "responds without token ids") for name in ("token_ids", "logprobs", "text", "finish_reason")),
-        (with_(token_ids=[]), "responds with 0 tokens"),
-        (with_(token_ids=[5] * 99, logprobs={"token_logprobs": [-1.0] * 99}), "responds with 99 tokens, where 1 to"),
-        (with_(token_ids=[10**6]), "outside of the model's vocabulary"),
-        (with_(token_ids=[-1]), "outside of the model's vocabulary"),
-        (with_(token_ids=["5"]), "outside of the model's vocabulary"),
-        (with_(text=None), "and a text are expected"),
         *(
-            (with_(logprobs={"token_logprobs": logps}), "log-probs that are not 1 finite numbers")
-            for logps in ([], ["NaN"], [None], ["-1"], [True], None)
+            (with_(**changed), "responds without a text and 1 to 1 tokens of the model's vocabulary of 96")
+            for changed in (
+                {"token_ids": []},
+                {"token_ids": [5] * 99, "logprobs": {"token_logprobs": [-1.0] * 99}},
+                *({"token_ids": [token]} for token in (10**6, -1, "5")),
+                {"text": None},
+                *({"logprobs": {"token_logprobs": logps}} for logps in ([], ["NaN"], [None], ["-1"], [True], None)),
+            )
         ),
     ],
 )

@@ -152,6 +152,8 @@ def test_template_arguments_open_reasoning():
         (HERMES, {"reasoning_effort": "high"}, "the chat template reads no 'reasoning_effort'"),
         ("{{ messages[0].content }}", {"tools": [LOOKUP]}, "m has no tools: the chat template writes no tool calls"),
         (None, {}, "the model has no chat template"),
+        (HERMES, {"tools": [LOOKUP], "response_format": FORMAT}, "by tools or by a format, not by both"),
+        (THINKING, {"chat_template_kwargs": {"think": True}, "response_format": FORMAT}, "template opens reasoning"),
     ],
 )
 def test_chats_that_a_template_cannot_write_are_refused(template, fields, message):
