@@ -20,12 +20,13 @@ from groupax.core.settings.sampling import sampling_kind
 from groupax.engine.cache import ROWS, Cache, cache_maker, fill, release, slot_table, to_slots
 from groupax.engine.conversations import known_beginnings
 from groupax.engine.core import EngineCore
-from groupax.engine.decode import Chunk, DecodeSettings, TokenMasks, decode_chunk
+from groupax.engine.decode import Chunk, DecodeSettings, decode_chunk
 from groupax.engine.images import admitted_images
 from groupax.engine.plan import CacheShape, Demand, Plan, admission_prompts, power_of_two
 from groupax.engine.prefill import Admitted, admit
 from groupax.engine.prefix_cache import Place
 from groupax.engine.resizing import move_slots, resize
+from groupax.engine.rules import TokenMasks
 from groupax.engine.scheduler import Admission, Scheduler
 from groupax.engine.sequence import Sequence
 from groupax.models.specs import Params

@@ -134,7 +134,7 @@ class ConstraintCompiler:
         return words
 
     def next_masks(self, slots: Row[Sequence | None]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the masks of the sequences in all slots, [B, W] and [B] (see `decode.TokenMasks`).
+        """Returns the masks of the sequences in all slots, [B, W] and [B] (see `rules.TokenMasks`).
 
         Sequences whose constraint cannot go on are aborted.
         """

@@ -188,3 +188,12 @@ def check_images(config: VisionConfig | None, sequence: Sequence) -> None:
 
 def _places(images: PromptImages, size: int) -> np.ndarray:
     return continued(images, size).feature_index >= 0
+
+
+def text_tokens(config: VisionConfig | None, logits: Float[Array, "B V"]) -> Bool[Array, "B V"] | None:
+    """Returns which tokens may be sampled: none that stands for an image; None if there are no such tokens."""
+    if config is None:
+        return None
+    text = np.ones(logits.shape[1], bool)
+    text[[token for token in config.placeholder_ids if token < len(text)]] = False
+    return jnp.broadcast_to(text[None], logits.shape)

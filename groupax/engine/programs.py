@@ -33,10 +33,11 @@ from groupax.engine.cache import (
     to_slots,
 )
 from groupax.engine.core import EngineCore
-from groupax.engine.decode import DecodeSettings, TokenMasks, decode_chunk
+from groupax.engine.decode import DecodeSettings, decode_chunk
 from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Demand, Plan, admission_prompts, in_steps, power_of_two
 from groupax.engine.prefill import Admitted, admit
 from groupax.engine.resizing import move, move_slots, moves
+from groupax.engine.rules import TokenMasks
 from groupax.engine.sequence import Sequence
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
@@ -90,7 +91,6 @@ class Tracer:
     # short pieces
     is_served: bool = False
     has_adapters: bool = False  # whether the weights have several adapters, from which each slot chooses one
-    records_experts: bool = False  # whether chunks have the experts of each token
 
     def traced(self, program: Program) -> Iterator[Traced]:
         """Yields the jitted functions behind a program, each traced for its arguments."""
@@ -115,9 +115,7 @@ class Tracer:
             words = np.zeros((num_slots, -(-self.config.vocab_size // 32)), np.int32)
             masks = self._sharded(jax.eval_shape(lambda: TokenMasks(jnp.asarray(words), jnp.zeros(num_slots, bool))))
         limit = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(self.mesh, jax.P()))
-        settings = DecodeSettings(
-            self.config, self.mesh, self.chunk_steps, sampling, records_experts=self.records_experts
-        )
+        settings = DecodeSettings(self.config, self.mesh, self.chunk_steps, sampling)
         cache, slots, limit = self.cache(shape), self._slots(shape), limit if self.is_served else None
         return decode_chunk.trace(self.params, cache, slots, masks, limit, settings=settings)
 
@@ -189,7 +187,7 @@ class Programs:
         self._weights: tuple[int, int] | None = None  # which the next two are for
         self._tracer: Tracer | None = None
         self._of_weights: dict[Program, Future[None]] = {}
-        self._all: dict[Any, dict[Program, Future[None]]] = {}  # by the shapes, dtypes and shardings of the weights
+        self._abstract: Any = None  # shapes, dtypes and shardings of these weights
 
     def missing(self, needed: Iterable[Program]) -> list[Program]:
         """Returns the programs that are not compiled, in their order. Called by the thread that decodes."""
@@ -252,14 +250,12 @@ class Programs:
             engine.chunk_steps,
             is_served=True,
             has_adapters=bool(engine.adapters),
-            records_experts=engine.records_experts,
         )
-        leaves, structure = jax.tree.flatten(abstract)
         with self._lock:
-            before, self._of_weights = self._of_weights, self._all.setdefault((structure, *leaves), {})
-            if before is not self._of_weights:
-                for program in [program for program, future in before.items() if future.cancel()]:
-                    del before[program]  # may be requested again
+            if abstract != self._abstract:
+                for future in self._of_weights.values():
+                    future.cancel()
+                self._abstract, self._of_weights = abstract, {}
 
     def _compile(self, program: Program, tracer: Tracer) -> None:
         if not threading.main_thread().is_alive():  # the interpreter waits for this thread before it ends

@@ -196,6 +196,24 @@ def _largest_threshold(holds: Callable[[Array], Array], B: int, bits: int) -> UI
     return lax.fori_loop(0, 32 // bits, refine, jnp.zeros(B, jnp.uint32), unroll=unroll)
 
 
+@pytree
+class TokenMasks:
+    """The tokens that slots may sample. A constrained slot samples one token of a chunk, after which its mask changes.
+
+    Attributes:
+        words: A bit for each token, 1 where it may follow, in words of 32; slots without a constraint have all of them.
+        constrained: Slots with a constraint.
+    """
+
+    words: Int[Array, "B W"]
+    constrained: Bool[Array, "B"]
+
+    def allowed(self, vocab_size: int) -> Bool[Array, "B V"]:
+        """Returns the tokens that each slot may sample."""
+        bits = (self.words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
+        return bits.reshape(len(bits), -1)[:, :vocab_size].astype(bool)
+
+
 # The options of each row by their names, [B]; of `logit_bias` the biases, [B, A], and their tokens as
 # `logit_bias_tokens`, [B, A], padded with -1.
 Options = dict[str, Array]

@@ -78,7 +78,6 @@ class LoopCounts:
     num_running: int = 0
     num_waiting: int = 0
     kv_frac: float = 0.0
-    num_tokens: int = 0
     num_cancelled: int = 0
     num_chunks: int = 0
 
@@ -161,10 +160,6 @@ class EngineLoop:
                 done.acquire()
         return self.programs.num_compiled - before
 
-    def adapter_of(self, model: str) -> str | None:
-        """Returns the adapter that a model's name stands for; None if it is the engine's own model."""
-        return model if model in self.engine.adapters else None
-
     @property
     def is_alive(self) -> bool:
         """True while the thread runs."""
@@ -193,7 +188,7 @@ class EngineLoop:
             ValueError: The engine cannot run it (see `Engine.sequences` and `Session.check`).
             QueueFullError: Too many sequences wait or run.
         """
-        sequences = self.engine.sequences(prompts, params, adapter=self.adapter_of(model))
+        sequences = self.engine.sequences(prompts, params, adapter=None if model == self.names[0] else model)
         for sequence in sequences:
             sequence.images = images
         if row_keys is not None:
@@ -297,8 +292,7 @@ class EngineLoop:
             return
         deltas = [each for sequence in updates if (each := self._delta(sequence)) is not None]
         self._release(sum(delta.finish_reason is not None for _, delta in deltas))
-        num_tokens = sum(len(delta.tokens) for _, delta in deltas)
-        self._count(num_chunks=int(bool(deltas)), num_tokens=num_tokens)  # before listeners
+        self._count(num_chunks=int(bool(deltas)))  # before listeners
         for job, delta in deltas:
             job.listener(delta)
         pace.add_host(time.perf_counter() - begun_s - pace.device_s)

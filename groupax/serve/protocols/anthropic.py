@@ -185,10 +185,10 @@ def _image_url(block: Mapping[str, Any], where: str) -> str:
     if kind in ("url", "file"):
         message = f"{where} has a source of type {kind}, and this server fetches none; send the image as base64"
         raise ApiError(400, message, "messages", "unsupported_value")
-    is_sound = isinstance(source, Mapping) and kind == "base64"
-    if not is_sound or not all(isinstance(source.get(name), str) for name in ("media_type", "data")):
+    given: Mapping[str, Any] = source if isinstance(source, Mapping) and kind == "base64" else {}
+    if not all(isinstance(given.get(name), str) for name in ("media_type", "data")):
         raise ApiError(400, f"{where} must have a source with type base64, media_type and data", "messages")
-    return f"{URL}{source['media_type']};base64,{source['data']}"
+    return f"{URL}{given['media_type']};base64,{given['data']}"
 
 
 def _assistant_message(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
