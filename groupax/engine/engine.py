@@ -244,15 +244,7 @@ class Engine(EngineCore):
 def new_sequences(
     prompts: list[np.ndarray], params: SamplingParams, eos_ids: tuple[int, ...], step: int = 0, first_prompt: int = 0
 ) -> list[Sequence]:
-    """Returns unstarted sequences as `Engine.sequences` does, not checked against any model.
-
-    Args:
-        prompts: Token ids of each prompt.
-        params: Sampling parameters.
-        eos_ids: Tokens that end every completion, unless `params.ignore_eos`.
-        step: Number that distinguishes calls with the same seed.
-        first_prompt: The first prompt's `prompt_index`.
-    """
+    """Returns unstarted sequences as `Engine.sequences` does, not checked against any model."""
     added = params.stop_token_ids
     assert not isinstance(added, int), "SamplingParams makes it a tuple"
     stop_ids = tuple(dict.fromkeys((*(() if params.ignore_eos else eos_ids), *added)))

@@ -180,14 +180,10 @@ def check_images(config: VisionConfig | None, sequence: Sequence) -> None:
             f"a prompt has {num} tokens that stand for images ({', '.join(map(str, config.placeholder_ids))}), and its "
             f"{0 if images is None else len(images.images)} images have {expected} features"
         )
-    if images is not None and not np.array_equal(_places(images, len(prompt)), is_image):
+    if images is not None and not np.array_equal(continued(images, len(prompt)).feature_index >= 0, is_image):
         raise ValueError("the tokens of a prompt that stand for images are not where its images are")
     if is_image[-1]:
         raise ValueError("a prompt ends with an image; a text must follow it, such as the start of the answer")
-
-
-def _places(images: PromptImages, size: int) -> np.ndarray:
-    return continued(images, size).feature_index >= 0
 
 
 def text_tokens(config: VisionConfig | None, logits: Float[Array, "B V"]) -> Bool[Array, "B V"] | None:

@@ -140,17 +140,17 @@ def _messages(given: list[Message]) -> list[dict[str, Any]]:
 
 def _check_results(messages: Sequence[Mapping[str, Any]]) -> None:
     """Refuses the result of a tool that belongs to no earlier call."""
-    ids: dict[str, None] = {}  # as they are quoted, whatever their type
+    ids: set[str] = set()  # as they are quoted, whatever their type
     for number, message in enumerate(messages):
         calls = message.get("tool_calls") if message["role"] == "assistant" else None
         if isinstance(calls, list):
-            ids |= dict.fromkeys(repr(call.get("id")) for call in calls if isinstance(call, Mapping))
+            ids |= {repr(call.get("id")) for call in calls if isinstance(call, Mapping)}
         found = message.get("tool_call_id")
         if message["role"] == "tool" and repr(found) not in ids:
-            known = f"the calls before it have the ids {', '.join(ids):.{MAX_QUOTED}}"
-            name = "has no tool_call_id" if found is None else f"is the result of the call {short(found)}"
-            known = known if ids else "there is no call before it"
-            raise ApiError(400, f"messages.{number}, a tool's, {name}; {known}", "messages")
+            text = (
+                f"messages.{number}, a tool's, has the tool_call_id {short(found)}, and no call before it has that id"
+            )
+            raise ApiError(400, text, "messages")
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:

@@ -60,14 +60,7 @@ class RemoteCompletion:
 class Groupax:
     """A `groupax serve` with a key, to which only the tensors are sent that have changed.
 
-    Args:
-        server: The server.
-        model: Name of the model; None takes the first.
-        config: The model's architecture.
-        adapter: The adapter, if only that is trained and sent.
-
-    Attributes:
-        pushed: Our version of the weights that it has.
+    Only the adapter is sent if there is one. `pushed` is our version of the weights that it has.
     """
 
     def __init__(self, server: RemoteServer, model: str | None, config: ModelConfig, adapter: Adapter | None) -> None:
@@ -225,12 +218,7 @@ def identify_server(
 ) -> Dialect:
     """Returns the dialect of a server.
 
-    Args:
-        server: The server.
-        model: Name of its model; None takes the first.
-        config: The model's architecture.
-        adapter: The adapter that is trained, if any.
-        shared: Folder from which vLLM loads weights; None refuses it.
+    Its model is the one of a name, or the first. Without a shared folder vLLM, which loads weights from it, is refused.
 
     Raises:
         RunError: Its program is not supported, or it has no such model.

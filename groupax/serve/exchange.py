@@ -181,13 +181,7 @@ def parts_of(turn: Turn) -> list[tuple[str, str | Call]]:
 
 
 class PieceStream:
-    """A completion that grows, as text that later tokens cannot change.
-
-    Args:
-        exchange: The request that it answers.
-        index: Its index there.
-        tokenizer: Tokenizer of the model.
-    """
+    """The completion of an index in an exchange that grows, as text that later tokens cannot change."""
 
     def __init__(self, exchange: Exchange, index: int, tokenizer: Any) -> None:
         request, self._reader = exchange.request, exchange.reader
@@ -278,15 +272,7 @@ class TextStream:
 async def streamed(
     exchange: Exchange, writer: Writer, num: int, arriving: AsyncIterator[Delta], tokenizer: Any
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yields the events of a streamed response.
-
-    Args:
-        exchange: The request and what its response is made of.
-        writer: Writes the events.
-        num: Number of completions.
-        arriving: Their deltas.
-        tokenizer: Tokenizer of the model.
-    """
+    """Yields the events of a streamed response of `num` completions."""
     streams = [PieceStream(exchange, index, tokenizer) for index in range(num)]
     completions = [Completion() for _ in streams]
     for event in writer.first_events():
