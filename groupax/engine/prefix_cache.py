@@ -64,7 +64,7 @@ def prefix_of(stored: Mapping[str, Any], prompt: np.ndarray, tokens: list[int], 
     """Returns the prefix of a prompt and its completion.
 
     Args:
-        stored: What `cache.read_slots` returns for its slot, on the host.
+        stored: What `conversations.read_slots` returns for its slot, on the host.
     """
     in_prompt = slice(stored["prompt_k"][0].shape[-1] - (len(prompt) - 1), None)
     in_row = slice(len(tokens))

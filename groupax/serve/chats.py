@@ -15,7 +15,6 @@ MAX_QUOTED = 80  # characters of a value that an error quotes
 MAX_IMAGES = 16  # of a request
 MAX_PIXELS = 1 << 24  # of an image
 MAX_ALL_PIXELS = 1 << 25  # of the images of a request: each takes 4 bytes decoded, and up to 24 as patches
-DETAILS = ("auto", "low", "high")  # of images; without an effect here
 CHOICES = ("none", "auto", "required")
 SYSTEM = ("system", "developer")
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -78,8 +77,7 @@ def _image(part: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an image of OpenAI's format as the chat template's, with the checked URL."""
     given = part.get("image_url")
     url: Any = given.get("url") if isinstance(given, Mapping) else given
-    is_sound = isinstance(url, str) and not (isinstance(given, Mapping) and given.get("detail", "auto") not in DETAILS)
-    if part["type"] == "image" or not is_sound:
+    if part["type"] == "image" or not isinstance(url, str):
         form = "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}}"
         raise ApiError(400, f"a part of a message must be {form}", "messages")
     if not url.startswith(URL):

@@ -42,13 +42,6 @@ LONGEST_TURN_S = 0.25
 PART = 32
 
 
-class QueueFullError(ApiError):
-    """The loop has as many sequences as it takes."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(429, f"{what}; try again later", code="queue_full", headers={"retry-after": "1"})
-
-
 class ClosedError(ApiError):
     """The loop takes no more requests."""
 
@@ -186,7 +179,7 @@ class EngineLoop:
 
         Raises:
             ValueError: The engine cannot run it (see `Engine.sequences` and `Session.check`).
-            QueueFullError: Too many sequences wait or run.
+            ApiError: Too many sequences wait or run.
         """
         sequences = self.engine.sequences(prompts, params, adapter=None if model == self.names[0] else model)
         for sequence in sequences:
@@ -200,7 +193,8 @@ class EngineLoop:
             if self._closed:
                 raise ClosedError
             if self._num_sequences + len(sequences) > self.max_sequences:
-                raise QueueFullError(f"{self.max_sequences} completions wait or run")
+                message = f"{self.max_sequences} completions wait or run; try again later"
+                raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
             self._num_sequences += len(sequences)
             self._commands.append(lambda: self._start(job))
             self._changed.notify()

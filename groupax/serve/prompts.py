@@ -79,17 +79,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """The prompt of a chat.
-
-    Attributes:
-        text: The prompt.
-        generation_prompt: Its end, which the turn continues; None is the template's own.
-        begun: Beginning of the turn, if the prompt has it.
-    """
+    """The prompt of a chat."""
 
     text: str
-    generation_prompt: str | None = None
-    begun: str = ""
+    generation_prompt: str | None = None  # its end, which the turn continues; None is the template's own
+    begun: str = ""  # beginning of the turn, if the prompt has it
 
 
 def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_max_tokens: int) -> Prepared:
