@@ -322,9 +322,12 @@ class EngineLoop:
         if job is None:
             return None  # cancelled
         reported = job.reported[index]
-        is_same = sequence.tokens[: len(reported)] == reported[: len(sequence.tokens)]  # fewer of a preempted one
+        num = len(sequence.tokens)  # fewer than reported of one that was preempted
+        is_same = sequence.tokens[: len(reported)] == reported or (
+            num < len(reported) and reported[:num] == sequence.tokens
+        )
         start = len(reported) if is_same else 0
-        if sequence.finish_reason is None and len(sequence.tokens) <= start:
+        if sequence.finish_reason is None and num <= start:
             return None
         new = slice(start, None)
         delta = Delta(
