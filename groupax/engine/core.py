@@ -47,8 +47,8 @@ class EngineSettings:
             sequences are started. What does not fit waits; if completions become longer than expected, the shortest are
             preempted and sampled again later.
         kv_dtype: Dtype of the cache, or "float8" for float8_e4m3fn; None for the dtype of the weights, on CPU float32.
-        prefix_bytes: Host memory for the keys and values of finished sequences, in bytes. Prompts that begin with the
-            same tokens, as the next turn of a conversation does, reuse them; 0 stores nothing.
+        prefix_bytes: Host memory for the keys and values of conversations, in bytes, which their next turns reuse (see
+            `Session.converse`); 0 stores nothing.
         weights: The weights to decode with: "same" as `params`, or a copy of them in "bfloat16".
         tp: Number of neighbouring devices that share the weights and decode the same rows: each has some of the heads
             with their keys and values, of the feed-forward's columns and of the vocabulary.
@@ -121,7 +121,6 @@ class EngineCore:
         self._given: Params = params
         self._params: Params | None = None
         self.version = 0
-        self.adapter_versions: dict[str, int] = {}
         self.constraints = ConstraintCompiler(tokenizer, config.vocab_size, eos_ids)
         if given.prefix_bytes and config.recurrent is not None:
             logger.warning(
@@ -150,8 +149,7 @@ class EngineCore:
         if params is not self._given:  # the same weights need no second copy
             self._given, self._params = params, None
             self.version += 1
-            if self.prefixes.max_bytes:
-                self.prefixes.clear()
+            self.prefixes.clear()
 
     @property
     def vision_params(self) -> Params:
@@ -169,10 +167,6 @@ class EngineCore:
         if adapter not in self.adapters:
             raise ValueError(f"there is no adapter {adapter!r}; the engine has {', '.join(self.adapters) or 'none'}")
         return self.adapters.index(adapter)
-
-    def version_of(self, adapter: str | None) -> int:
-        """Returns the version of the weights that sequences with an adapter are sampled with."""
-        return self.version if adapter is None else self.adapter_versions.get(adapter, self.version)
 
     def release(self) -> None:
         """Frees the memory of weights that were gathered or converted; the next decoding creates them again."""

@@ -135,7 +135,7 @@ class ProgramServer:
             return JSONResponse(protocol.error_body(fault), fault.status, fault.headers)
         tokenizer, name = templates.tokenizer, incoming.request.model or MODEL
         prompt, asked = answer.turns[0].prompt.tolist(), incoming.request
-        exchange = Exchange(asked, incoming.wire, name, [prompt], [], templates.token_texts, reader)
+        exchange = Exchange(asked, incoming.wire, name, [prompt], templates.token_texts, reader)
         turns = await run_in_threadpool(_turns, tokenizer, tuple(asked.stop), answer)
         writer, num = protocol.writer(exchange), len(turns)
 

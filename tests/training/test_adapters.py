@@ -8,13 +8,8 @@ import numpy as np
 import pytest
 
 from groupax import Engine, LoRAConfig, SamplingParams, add_adapter, init_model
-from groupax.models.adapted import apply_adapter, changes_of, stack_adapters
-from groupax.models.lora import adapter_config_dict, adapter_specs
-from groupax.models.specs import model_specs
-from groupax.serve.loop import EngineLoop
-from groupax.serve.web import ApiError
-from groupax.serve.weights import Weights
-from tests.engine.test_decoding_tp import push
+from groupax.engine.prefix_cache import Place
+from groupax.models.adapted import changes_of, stack_adapters
 from tests.models.test_lora import a_base, trained_randomly
 
 SHAPES = {
@@ -96,13 +91,19 @@ def test_stored_beginnings_are_those_of_the_same_adapter():
     base = a_base()
     adapters = adapters_of(base)
     params = replace(PARAMS, n=1, ignore_eos=True)
-    engine = an_engine(base, adapters, prefix_bytes=1 << 20)
-    [[turn]] = engine.generate(PROMPTS[:1], params, adapter="one")
-    longer = [np.array([*turn.prompt, *turn.tokens, 5], np.int32)]
+    engine, place = an_engine(base, adapters, prefix_bytes=1 << 20), Place(100)
+
+    def turn(prompt, name):
+        [sequence] = engine.sequences([prompt], params, adapter=name)
+        sequence.place = place
+        return next(engine.stream([sequence]))
+
+    first = turn(PROMPTS[0], "one")
+    prefix, longer = place.prefix, np.array([*first.prompt, *first.tokens, 5], np.int32)
     for name, model in {"two": adapters["two"], None: base, "one": adapters["one"]}.items():
-        reused = engine.prefixes.num_reused_tokens
-        [[found]] = engine.generate(longer, params, adapter=name)
-        [[alone]] = an_engine(model).generate(longer, params)
+        reused, place.prefix = engine.prefixes.num_reused_tokens, prefix
+        found = turn(longer, name)
+        [[alone]] = an_engine(model).generate([longer], params)
         assert found.tokens == alone.tokens
         assert (engine.prefixes.num_reused_tokens > reused) == (name == "one")
 
@@ -127,37 +128,6 @@ def test_sharded_weights_and_fewer_bits():
         assert [each.tokens for each in sharded[name]] == [each.tokens for each in sequences]
     in_half = together(an_engine(base, adapters, weights="bfloat16"))
     assert all(len(each.tokens) for sequences in in_half.values() for each in sequences)
-
-
-@pytest.mark.drawn(4, "adapters")
-@pytest.mark.heavy
-def test_a_server_replaces_the_weights_of_one_adapter_among_several():
-    base = a_base()
-    adapters = adapters_of(base)
-    engine = an_engine(base, adapters)
-    loop = EngineLoop({"base": engine, "one": engine, "two": engine}, 8)
-    weights = Weights(loop, {"base": base, **adapters})
-    before = {name: texts_of(engine, name) for name in (None, "one", "two")}
-    one = adapters["one"].adapter
-    new = add_adapter(base, LoRAConfig(r=1, lora_alpha=3))  # of another rank
-    trained = trained_randomly(new, 5).adapter.trained
-    specs = adapter_specs(base.config, new.adapter.config)
-    push(weights, "one", specs, trained, adapter=adapter_config_dict(new.adapter, base.config))
-    assert {each["model"]: each["version"] for each in weights.describe()["models"]} == {"base": 0, "one": 5, "two": 0}
-    alone = replace(base, params=apply_adapter(new.adapter.frozen, trained))
-    assert texts_of(engine, "one") == texts_of(an_engine(alone), None) != before["one"]
-    assert {name: texts_of(engine, name) for name in (None, "two")} == {name: before[name] for name in (None, "two")}
-    [[sampled]] = engine.generate(PROMPTS[:1], replace(PARAMS, n=1), adapter="one")
-    assert set(sampled.versions) == {5}
-    with pytest.raises(ApiError, match="base is the base of one, two"):
-        push(weights, "base", model_specs(base.config), base.params)
-    spoilt = jax.tree.map(lambda x: x * jnp.nan, trained)
-    with pytest.raises(ApiError, match="not finite"):
-        push(weights, "one", specs, spoilt, adapter=adapter_config_dict(new.adapter, base.config))
-    biased = adapter_config_dict(replace(one, config=replace(one.config, bias="all")), base.config)
-    with pytest.raises(ApiError, match="shares its batch"):
-        push(weights, "one", specs, trained, adapter=biased)
-    assert loop.loads.keys() == {"base"}
 
 
 def texts_of(engine, name):

@@ -73,14 +73,14 @@ class RolloutSettings:
     and training. Needs rollout_correction. See docs/async.md."""
     rollout_servers: tuple[str, ...] = setting((), resume="free")
     """Addresses of servers that sample the rollouts instead of this process, e.g. http://host:8000; they receive the
-    policy's weights before each rollout. `groupax serve`, or vLLM or SGLang, which need rollout_correction. Their key
-    is read from the environment variable GROUPAX_API_KEY. See docs/serving.md."""
+    policy's weights before each rollout. `groupax serve`, or vLLM, which needs rollout_correction. Their key is read
+    from the environment variable GROUPAX_API_KEY. See docs/serving.md."""
     rollout_timeout_s: float = ranged(600.0, 1e6, low=1, resume="free")
     """Longest time in seconds that a rollout server may take for the completions of one prompt; `groupax serve` has
     its own limit, --request_timeout_s."""
     rollout_folder: str | None = setting(None, resume="free")
-    """Folder in which vLLM and SGLang find the policy's weights; it must have the same path here and on their
-    machines. None takes rollout_weights/ in output_dir."""
+    """Folder in which vLLM finds the policy's weights; it must have the same path here and on its machine. None takes
+    rollout_weights/ in output_dir."""
     filter_zero_variance: bool = False
     """Dynamic sampling: replace groups whose completions all received the same reward by groups of further prompts."""
     filter_budget: float = ranged(4.0, 1e4, low=1)
