@@ -66,7 +66,7 @@ COMMANDS = {
     "view": ("groupax.cli.view:view", "show runs on a live local web page: groupax view RUN_DIR [RUN_DIR ...]"),
     "plan": (
         "groupax.cli.plan:plan",
-        "estimate the memory of a run on other hardware: groupax plan --model MODEL --devices h100-8",
+        "estimate memory and step time on other hardware: groupax plan --model MODEL --devices h100-8",
     ),
     "inspect": ("groupax.cli.models:inspect", "describe a model and its memory, or what an adapter trains"),
     "merge": ("groupax.cli.models:merge", "merge an adapter into its base"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from groupax.parallel.accelerators import GPU_FLAGS, GPU_MEMORY_FRAC, GPUS, ONE_HOST_GPUS, GpuHosts, gpu_hosts
+from groupax.parallel.accelerators import GPU_FLAGS, GPU_MEMORY_FRAC, GPUS, GpuHosts, gpu_hosts
 from groupax.parallel.runtime import _use_most_of_a_gpu
 from groupax.satellites.planning.devices import prepare
 
@@ -92,7 +92,7 @@ def printed(script, target, *arguments, flags=None):
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", GPUS)
 def test_absent_gpus_come_up_on_a_machine_without_any(kind):
-    name = f"{kind}-8" if kind in ONE_HOST_GPUS else f"{kind}-16"
+    name = f"{kind}-16" if GPUS[kind].network_bytes_per_s else f"{kind}-8"
     out, err = printed(FOUND, name)
     number, platform, device_kind, last_host, default = out.split(";")
     assert (int(number), platform, default) == (int(name.rpartition("-")[2]), "gpu", "cpu")

@@ -182,7 +182,7 @@ def _compiler_params(num_rows: int) -> triton.CompilerParams:
 
 
 def _cost(left: Array, right: Array, out: jax.ShapeDtypeStruct) -> pl.CostEstimate:
-    """Returns the work that is needed; partly empty tiles take more."""
+    """Returns the work that is needed, for `satellites.planning.counting`; partly empty tiles take more."""
     moved = sum(each.size * each.dtype.itemsize for each in (left, right, out))
     return pl.CostEstimate(flops=2 * left.size * out.shape[-1], transcendentals=0, bytes_accessed=moved)
 

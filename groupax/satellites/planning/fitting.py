@@ -114,7 +114,7 @@ def make_plan(
             whole_program(config, program) if program.scans_layers else Extrapolation(program, few, same)
         )
     if on_estimate is not None:
-        with activities.doing(f"estimating the memory of a {target.name} run"):
+        with activities.doing(f"tracing and counting the programs of a {target.name} run"):
             temporaries = estimated_temporaries(config, mesh, args, run)
             estimates = tuple(each.estimated(run, temporaries.get(each.program.name, {})) for each in each_program)
         on_estimate(Plan(request, target, mesh, run, estimates))
