@@ -105,7 +105,6 @@ def compiled_programs(case: Case, layers: int) -> Iterator[tuple[str, Numbers, l
     from gpu_kernels import compile_for_gpu
 
     from groupax import GRPOConfig
-    from groupax.engine.plan import CHUNK_STEPS
     from groupax.models.families import read_config
     from groupax.parallel.mesh import make_mesh
     from groupax.satellites.planning.run import trace_run
@@ -120,7 +119,7 @@ def compiled_programs(case: Case, layers: int) -> Iterator[tuple[str, Numbers, l
             continue
         lowered = program.traced.lower()
         compiled, kernels = compile_for_gpu(lowered)
-        step, others = kernels.work(CHUNK_STEPS if program.name == "decode_chunk" else 1)
+        step, others = kernels.work(program.loop_steps)
         module = parse_hlo(kernels.hlo)
         numbers = {
             "kernels": step.num_launches,

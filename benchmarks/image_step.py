@@ -10,7 +10,6 @@ Without TRL it is left out.
 """
 
 import importlib
-import math
 import statistics
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from groupax import GRPOConfig, GRPOTrainer
 from groupax.models.vision.tower import batch_images, encode_images
 from groupax.recipes import load_recipe
 from groupax.recipes.shapes.scenes import generate
+from groupax.satellites.planning.counting import count_program
 
 PROMPTS, GROUP, NEW_TOKENS, WARM_UP = 4, 8, 24, 12
 
@@ -91,24 +91,7 @@ def tower_flops(vision: Any, params: Any, images: Any) -> tuple[float, float]:
     batch, _ = batch_images(vision, images)
     forward = jax.make_jaxpr(lambda params: encode_images(vision, params, batch))(params)
     total: Callable[[Any], Any] = lambda params: jnp.sum(encode_images(vision, params, batch))  # noqa: E731
-    return matmul_flops(forward), matmul_flops(jax.make_jaxpr(jax.grad(total))(params))
-
-
-def matmul_flops(program: Any) -> float:
-    """Returns the operations of the matmuls of a jaxpr, with those of a scan as often as it iterates."""
-    total = 0.0
-    for equation in getattr(program, "jaxpr", program).eqns:
-        if equation.primitive.name == "dot_general":
-            ((contracted, _), _) = equation.params["dimension_numbers"]
-            left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-            total += 2.0 * math.prod(out) * math.prod(left[dim] for dim in contracted)
-            continue
-        number = equation.params["length"] if equation.primitive.name == "scan" else 1
-        parts = [
-            each for value in equation.params.values() for each in (value if isinstance(value, tuple) else [value])
-        ]
-        total += number * sum(matmul_flops(each) for each in parts if hasattr(each, "eqns") or hasattr(each, "jaxpr"))
-    return total
+    return count_program(forward).flops, count_program(jax.make_jaxpr(jax.grad(total))(params)).flops
 
 
 def trl_side(folder: str, run: Path, num_steps: int) -> dict[str, float] | None:

@@ -1,8 +1,10 @@
-"""Plans for absent GPUs and TPUs, made on this machine: python benchmarks/plan.py [NAME ...]
+"""Plans for absent GPUs and TPUs, made on this machine: python benchmarks/plan.py shows [NAME ...] | scaling
 
-Plans the runs of docs/planning.md with `groupax plan` and prints its tables in Markdown, with the seconds to the
-estimate and to the plan. Shapes are those of the models' published config.json. The compilers have to be in build/cuda
-and build/libtpu (see `groupax plan --help`).
+`shows` plans the runs of docs/planning.md with `groupax plan` and prints its tables in Markdown, with the seconds to
+the estimate and to the plan. `scaling` counts one run on slices of 8, 32 and 128 chips, with as many completions on all
+of them and with as many on each chip; it compiles nothing, so that memory is without what is temporary. Shapes are
+those of the models' published config.json. The compilers have to be in build/cuda and build/libtpu (see `groupax plan
+--help`).
 """
 
 import argparse
@@ -17,9 +19,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from models import QWEN_05B
+from models import QWEN_05B, show
 
-from groupax.satellites.planning.tables import KINDS
+from groupax.satellites.planning.devices import prepare
+from groupax.satellites.planning.tables import KINDS, milliseconds
 
 QWEN_7B: dict[str, Any] = {
     **QWEN_05B,
@@ -172,23 +175,88 @@ def planned(model: Mapping[str, Any], devices: str, flags: str) -> tuple[list[di
 
 
 def markdown(plan: Mapping[str, Any]) -> str:
-    """Returns the memory of a plan in GB as a table."""
+    """Returns a plan as a table: memory in GB, and the least time."""
     programs = plan["programs"]
     kinds = [kind for kind in KINDS if any(each["memory"].get(kind, 0) >= 5e6 for each in programs)]
-    head = ["GB of a device", *kinds, "total"]
+    head = [
+        "GB of a device",
+        *kinds,
+        "total",
+        "runs",
+        "at least, a run",
+    ]
     rows = [head, ["---"] * len(head)]
     for each in programs:
+        bound = max(each["seconds"], key=each["seconds"].get)
         sizes = [each["memory"].get(kind, 0.0) / 1e9 for kind in kinds]
         cells = [f"{size:.2f}" if size >= 0.005 else "" for size in sizes]
-        rows.append([f"`{each['name']}`", *cells, f"{each['total'] / 1e9:.2f}"])
+        least = f"{milliseconds(each['seconds'][bound])}, {bound}" if each["seconds"][bound] >= 5e-5 else ""
+        rows.append([f"`{each['name']}`", *cells, f"{each['total'] / 1e9:.2f}", str(each["runs"]), least])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def scaling(num_chips: int, rows: int) -> dict[str, Any]:
+    """Of one device, where `rows` completions are spread over so many chips."""
+    from groupax import GRPOConfig
+    from groupax.models.families import read_config
+    from groupax.runs.build import mesh_of
+    from groupax.satellites.planning.abstract import device_bytes
+    from groupax.satellites.planning.counting import count_program
+    from groupax.satellites.planning.devices import find_target
+    from groupax.satellites.planning.measured import Measured, step_seconds
+    from groupax.satellites.planning.run import trace_run
+
+    args = GRPOConfig(
+        mesh="1,-1,1,1,1",
+        decoding_tp=4,
+        prompts_per_step=rows // 4,
+        num_generations=4,
+        max_concurrent_rows=rows,
+        max_prompt_length=2048,
+        max_completion_length=2048,
+        beta=0.04,
+        gradient_checkpointing="full",
+        micro_batch_tokens=4096,
+    )
+    target = find_target(f"v4-{2 * num_chips}")
+    chip, mesh = target.chip, mesh_of(args, target.devices)
+    assert chip is not None
+    assert mesh is not None
+    run = trace_run(read_config(LLAMA_8B), mesh, args, None, chip.memory_bytes)
+    always = {kind: device_bytes({kind: tree}) for kind, tree in run.residents.items()}
+    measured = [
+        Measured(each.name, each.runs, always, count_program(each.traced.jaxpr, each.loop_steps))
+        for each in run.programs
+    ]
+    programs, seconds = {each.name: each for each in measured}, step_seconds(measured, run, chip)
+    train, admits = programs["micro_step"], run.programs[0]
+    links_s = train.counts.sent_bytes / chip.link_bytes_per_s * train.runs
+    return {
+        "chips": num_chips,
+        "completions": rows,
+        "weights_and_optimizer_gb": device_bytes(run.residents) / 1e9,
+        "rollout_gb": device_bytes(admits.arguments) / 1e9,
+        "update_tflop": train.counts.flops * train.runs / 1e12,
+        "update_gb_to_others": train.counts.sent_bytes * train.runs / 1e9,
+        "update_s": seconds["updates"],
+        "of_it_links_s": links_s,
+        "rollout_s": seconds["rollout"],
+        "tokens_per_s": rows * 2048 / sum(seconds.values()),
+    }
 
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("what", choices=["shows", "scaling"])
     flags.add_argument("names", nargs="*", help=f"which of {', '.join(SHOWS)}; by default all")
     flags.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     args = flags.parse_args()
+    if args.what == "scaling":
+        prepare("v4-256")
+        show(
+            [scaling(chips, rows) for chips, rows in ((8, 128), (32, 128), (128, 128), (8, 32), (128, 512))], args.json
+        )
+        return
     for name in args.names or SHOWS:
         model, devices, own = SHOWS[name]
         plans, estimate_s, total_s = planned(model, devices, own)
@@ -201,7 +269,8 @@ def main() -> None:
                 f"{', '.join(plan['changes']) or 'As requested'}: {plan['fault'] or ('fits' if plan['fits'] else 'no')}"
             )
             if "programs" in plan:
-                print(f"\n{markdown(plan)}\n")
+                seconds = {kind: round(value, 2) for kind, value in plan["step_seconds"].items()}
+                print(f"\n{markdown(plan)}\n\nA step takes at least {sum(seconds.values()):.3g} s: {seconds}.")
         print(f"Estimate after {estimate_s:.0f} s, plan after {total_s:.0f} s.", flush=True)
 
 

@@ -36,7 +36,7 @@ DEFAULT_MAX_TOKENS = 512
 @dataclass(frozen=True, kw_only=True)
 class Eval:
     """Evaluate a model on held-out prompts: pass@1 of greedy completions, with --n above 1 and a --temperature also
-    pass@k and maj@k of sampled ones, and the mean of every reward, all with 95 % intervals. The default of --max_tokens
+    pass@k and maj@n of sampled ones, and the mean of every reward, all with 95 % intervals. The default of --max_tokens
     becomes half of the model's positions if these are too few for it."""
 
     model: str | None = None

@@ -15,7 +15,7 @@ from groupax.satellites.planning.devices import prepare
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """Estimate a run's memory on absent devices, and whether it fits.
+    """Estimate a run's memory and step time on absent devices, and whether it fits.
 
     All prompts and completions are assumed to have their maximum length. Flags override --config, which overrides the
     recipe, as for groupax train.

@@ -28,7 +28,7 @@ class Replay:
     """The optimizer step to compute again."""
     stage: Literal["rollout", "reward", "advantage", "loss", "update"] | None = None
     """First stage to compute again; those before it are taken from the record. The default is all of them."""
-    progress_bar: Literal["rich", "tqdm", "json", "none"] = "none"
+    progress_bar: Literal["rich", "json", "none"] = "none"
     """Display of the replay's progress."""
 
 

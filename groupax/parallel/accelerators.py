@@ -20,36 +20,50 @@ class Chip:
         flops: Dense bfloat16 operations per second, accumulated in float32.
         memory_bytes: Memory available to programs.
         memory_bytes_per_s: Memory bandwidth.
+        link_bytes_per_s: Bandwidth in one direction, over all links, to its neighbours or the other GPUs of its host.
+        host_bytes_per_s: Bandwidth to or from its host's memory.
+        network_bytes_per_s: Its share of the bandwidth between hosts, in one direction; 0 for TPUs, whose links also
+            connect hosts, and for GPUs that are planned within one host only.
+        fp8_flops: Dense operations per second of 8-bit floats, accumulated in float32; 0 if it does not multiply them.
     """
 
     kinds: tuple[str, ...]
     flops: float
     memory_bytes: float
     memory_bytes_per_s: float
+    link_bytes_per_s: float
+    host_bytes_per_s: float
+    network_bytes_per_s: float = 0.0
+    fp8_flops: float = 0.0
 
 
 GIB = 1 << 30
-# Sources: cloud.google.com/tpu/docs/v4 etc. Memory is what XLA's compiler may use.
+# Sources: cloud.google.com/tpu/docs/v4 etc. Memory is what XLA's compiler may use. Google does not state the bandwidth
+# of hosts; it is that of 16 PCIe lanes of the third and the fourth generation.
 TPUS = {
-    "v4": Chip(("TPU v4",), 275e12, 30.75 * GIB, 1228e9),
-    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 15.75 * GIB, 819e9),
-    "v5p": Chip(("TPU v5",), 459e12, 95.74 * GIB, 2765e9),
-    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 31.25 * GIB, 1640e9),
+    "v4": Chip(("TPU v4",), 275e12, 30.75 * GIB, 1228e9, 300e9, 16e9),
+    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 15.75 * GIB, 819e9, 200e9, 16e9),
+    "v5p": Chip(("TPU v5",), 459e12, 95.74 * GIB, 2765e9, 600e9, 16e9),
+    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 31.25 * GIB, 1640e9, 448e9, 32e9),
 }
 # Part of a GPU's memory that arrays and programs get (`parallel.runtime`); the rest is left to CUDA, cuDNN, NCCL and
 # CUDA graphs.
 GPU_MEMORY_FRAC = 0.9
 # Sources: NVIDIA's data sheets of the A100, H100, H200, B200 and L40S, and its white papers on the Ampere, Hopper and
 # Ada architectures; of SXM modules, and without sparsity. Memory is what the driver reports, and its bandwidth follows
-# from its clock, as in planning/gpu_targets.
+# from its clock, as in planning/gpu_targets. Links are NVLink (half of the stated bidirectional bandwidth) or 16 PCIe
+# lanes, which also lead to the host: of the fourth generation, and of the fifth from the H100 on. The network between
+# hosts is that of NVIDIA's DGX: a port for each GPU, of 200 Gb/s for the A100 and 400 Gb/s for the others.
 GPUS = {
-    "a100": Chip(("NVIDIA A100",), 312e12, 85.10e9 * GPU_MEMORY_FRAC, 2039e9),
-    "a100-40g": Chip(("NVIDIA A100-SXM4-40GB",), 312e12, 42.33e9 * GPU_MEMORY_FRAC, 1555e9),
-    "h100": Chip(("NVIDIA H100",), 989e12, 84.94e9 * GPU_MEMORY_FRAC, 3352e9),
-    "h200": Chip(("NVIDIA H200",), 989e12, 151.40e9 * GPU_MEMORY_FRAC, 4800e9),
-    "b200": Chip(("NVIDIA B200",), 2250e12, 191.51e9 * GPU_MEMORY_FRAC, 7672e9),
-    "l40s": Chip(("NVIDIA L40S",), 362e12, 47.70e9 * GPU_MEMORY_FRAC, 864e9),
-    "rtx4090": Chip(("NVIDIA GeForce RTX 4090",), 165.2e12, 25.39e9 * GPU_MEMORY_FRAC, 1008e9),
+    "a100": Chip(("NVIDIA A100",), 312e12, 85.10e9 * GPU_MEMORY_FRAC, 2039e9, 300e9, 32e9, 25e9),
+    "a100-40g": Chip(("NVIDIA A100-SXM4-40GB",), 312e12, 42.33e9 * GPU_MEMORY_FRAC, 1555e9, 300e9, 32e9, 25e9),
+    "h100": Chip(("NVIDIA H100",), 989e12, 84.94e9 * GPU_MEMORY_FRAC, 3352e9, 450e9, 64e9, 50e9, 1979e12),
+    "h200": Chip(("NVIDIA H200",), 989e12, 151.40e9 * GPU_MEMORY_FRAC, 4800e9, 450e9, 64e9, 50e9, 1979e12),
+    "b200": Chip(("NVIDIA B200",), 2250e12, 191.51e9 * GPU_MEMORY_FRAC, 7672e9, 900e9, 64e9, 50e9, 4500e12),
+    "l40s": Chip(("NVIDIA L40S",), 362e12, 47.70e9 * GPU_MEMORY_FRAC, 864e9, 32e9, 32e9, fp8_flops=733e12),
+    "rtx4090": Chip(
+        ("NVIDIA GeForce RTX 4090",), 165.2e12, 25.39e9 * GPU_MEMORY_FRAC, 1008e9, 32e9, 32e9, fp8_flops=330.3e12
+    ),
 }
 CHIPS = TPUS | GPUS
 # Kinds whose slice names count TensorCores, two per chip.
@@ -59,7 +73,6 @@ _MAX_CHIPS = {"v4": 4096, "v5e": 256, "v5p": 4096, "v6e": 256}
 _CHIPS_PER_HOST = 4
 _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v5": "v5p", "v6": "v6e"}
 _GPUS_PER_HOST = 8
-ONE_HOST_GPUS = ("l40s", "rtx4090")  # without NVLink, planned within one host only
 
 
 @dataclass(frozen=True)
@@ -169,45 +182,18 @@ def gpu_hosts(name: str) -> GpuHosts:
         raise ValueError(
             f"{name!r}: several hosts have {_GPUS_PER_HOST} GPUs each, so that the number must be a multiple"
         )
-    if num_hosts > 1 and kind in ONE_HOST_GPUS:
+    if num_hosts > 1 and GPUS[kind].network_bytes_per_s == 0:
         raise ValueError(f"{name!r}: plans for {kind} are limited to one host of at most {_GPUS_PER_HOST} GPUs")
     return GpuHosts(f"{kind}-{number}", kind, num_hosts, _GPUS_PER_HOST)
 
 
 CPUINFO = Path("/proc/cpuinfo")
-# Names of XLA's `--xla_cpu_max_isa`, from the narrowest on, and the flags of a processor that has them.
-INSTRUCTION_SETS = {
-    "SSE4_2": "sse4_2",
-    "AVX": "avx",
-    "AVX2": "avx2",
-    "AVX512": "avx512f",
-    "AVX512_VNNI": "avx512_vnni",
-    "AVX512_BF16": "avx512_bf16",
-    "AMX": "amx_tile",
-    "AMX_FP16": "amx_fp16",
-}
 
 
 def processor_name() -> str:
     """Returns the model of the processor."""
     name = re.search(r"^model name\s*:(.*)$", _cpuinfo(), re.MULTILINE)
     return name[1].strip() if name else platform.processor() or platform.machine()
-
-
-def instruction_set(xla_flags: str | None = None) -> str:
-    """Returns the widest instruction set that compiled programs may use; the architecture where XLA has no choice.
-
-    Args:
-        xla_flags: Flags of XLA, of which `--xla_cpu_max_isa` limits it; None for those of the environment.
-    """
-    features = set(_cpuinfo().split())
-    found = [name for name, flag in INSTRUCTION_SETS.items() if flag in features]
-    flags = os.environ.get("XLA_FLAGS", "") if xla_flags is None else xla_flags
-    limits = re.findall(r"--xla_cpu_max_isa=(\w+)", flags)
-    if limits and (limit := limits[-1].upper()) in INSTRUCTION_SETS:
-        names = [*INSTRUCTION_SETS]
-        found = [name for name in found if names.index(name) <= names.index(limit)]
-    return found[-1] if found else platform.machine()
 
 
 def _cpuinfo() -> str:

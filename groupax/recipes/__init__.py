@@ -11,10 +11,7 @@ RECIPES = {
     "shapes": "groupax.recipes.shapes.scenes",
     "gsm8k": "groupax.recipes.gsm8k",
     "numinamath": "groupax.recipes.numinamath",
-    "tldr_length": "groupax.recipes.tldr_length",
     "calculator": "groupax.recipes.agents.calculator",
-    "guess_number": "groupax.recipes.agents.guess_number",
-    "sql": "groupax.recipes.agents.sql",
 }
 
 

@@ -9,7 +9,6 @@ BUILTIN_REWARDS = {
     "gsm8k_accuracy": "groupax.rewards.maths",
     "integer_answer": "groupax.rewards.formats",
     "math_accuracy": "groupax.rewards.maths",
-    "regex_match": "groupax.rewards.formats",
     "repetition_penalty": "groupax.rewards.lengths",
     "soft_overlong": "groupax.rewards.lengths",
     "think_answer_correct": "groupax.rewards.formats",

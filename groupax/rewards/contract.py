@@ -166,23 +166,3 @@ def reward_matrix(names: Sequence[str], rollouts: Sequence[Rollout]) -> np.ndarr
     values = [[row.rewards[name] for name in names] for row in rollouts]
     found = np.array([[math.nan if value is None else value for value in row] for row in values], np.float64)
     return found.reshape(len(rollouts), len(names))  # also if there are none
-
-
-def turn_reward_matrices(names: Sequence[str], rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-    """Returns the rewards of the turns of scored completions, [turns, K] float64 each.
-
-    One reward for the whole belongs to the last turn. A function that does not apply has NaN in all turns.
-    """
-    matrices = []
-    for rollout in rollouts:
-        matrix = np.zeros((len(rollout.turns), len(names)))
-        for column, name in zip(matrix.T, names, strict=True):
-            whole = rollout.rewards[name]
-            if whole is None:
-                column[:] = np.nan
-            elif name in rollout.turns[0].rewards:
-                column[:] = [turn.rewards[name] for turn in rollout.turns]
-            else:
-                column[-1] = whole
-        matrices.append(matrix)
-    return matrices

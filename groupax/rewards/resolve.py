@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -122,19 +122,16 @@ def _resolve(item: Any, tokenizer: Any, columns: Sequence[str], taken_names: Seq
     model = function if isinstance(function, ModelReward) and not inspect.isfunction(function) else None
     if model is None and not callable(function):
         raise ValueError(f"a reward must be a function, a reward model or a name, got {function!r}")
-    core: Any = function
-    while isinstance(core, functools.partial):
-        core = core.func
+    core, options = _unwrapped(function)
     own = getattr(core, "__name__", type(core).__name__) if model is None else model.name
     candidates = [own, *(f"{own}_{number}" for number in range(2, len(taken_names) + 3))]
     name = next(candidate for candidate in candidates if candidate not in taken_names)
     if model is not None:
         return Reward(name, model.rewards, on_device=True)
-    called = cast(Callable[..., Any], function)
     return Reward(
         name,
-        called,
-        takes=_checked_arguments(name, called, columns, renamed),
+        function,
+        takes=_checked_arguments(name, function, columns, renamed, set(options)),
         is_async=inspect.iscoroutinefunction(core) or inspect.iscoroutinefunction(type(core).__call__),
         columns=dict(renamed),
     )
@@ -146,17 +143,26 @@ def check_setup(function: Callable[..., Any]) -> None:
     Raises:
         RunError: They are not.
     """
-    options: dict[str, Any] = {}
-    while isinstance(function, functools.partial):
-        function, options = function.func, {**function.keywords, **options}
-    if function is code_tests:
+    core, options = _unwrapped(function)
+    if core is code_tests:
         check_sandbox(options.get("sandbox", "bwrap"))
 
 
+def _unwrapped(function: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the function within `functools.partial`, and the options that are bound."""
+    options: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        function, options = function.func, {**function.keywords, **options}
+    return function, options
+
+
 def _checked_arguments(
-    name: str, function: Any, columns: Sequence[str], renamed: Mapping[str, str]
+    name: str, function: Any, columns: Sequence[str], renamed: Mapping[str, str], bound: set[str]
 ) -> frozenset[str] | None:
-    """Returns the names of the arguments that a function takes, None for any, if each of them can be supplied."""
+    """Returns the names of the arguments that a function takes, None for any, if each of them can be supplied.
+
+    A column does not replace an option of the same name that is bound by `functools.partial`.
+    """
     parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
     for argument, column in renamed.items():
         if column not in columns:
@@ -181,10 +187,6 @@ def _checked_arguments(
                 f"{', '.join(sorted(supplied))} by keyword, or a column under another name with "
                 f"with_columns(function, {parameter.name}='column'){nearest(parameter.name, supplied)}"
             )
-    bound: set[str] = set()  # options of functools.partial, which a column of the same name does not replace
-    while isinstance(function, functools.partial):
-        bound |= set(function.keywords)
-        function = function.func
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return frozenset(supplied - bound) if bound else None
     return frozenset(set(parameters) - bound)

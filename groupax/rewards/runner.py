@@ -22,10 +22,9 @@ from groupax.core.errors import RewardError
 from groupax.core.settings.rollouts import RewardSettings
 from groupax.core.types import Rollout, TrainerState
 from groupax.parallel import processes
-from groupax.rewards.calls import Supervisor
+from groupax.rewards.calls import MainThread, Supervisor, check_sendable
 from groupax.rewards.contract import Reward, Scores, checked_scores
 from groupax.rewards.resolve import check_setup
-from groupax.rewards.workers import MainThread, check_sendable
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ It is built on bubblewrap. A run has two processes, which exchange data on two p
 
 The solution sees neither the tests nor the harness nor the channel of the verdict; it receives arguments and returns
 data. Neither process has a network, an environment, /proc, or any file of this machine but the system's programs and
-the Python installation, both read-only. They share an empty /tmp of `file_bytes`.
+the Python installation, both read-only. They share an empty /tmp of `FILE_BYTES`.
 
 The solution's memory is bounded by `memory_bytes` and the size of /tmp: it can start threads but no processes, and the
 filter refuses memory that the limits of a process do not count. Kernel bugs are not covered. Imports no jax.
@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import signal
@@ -36,6 +37,10 @@ from groupax.rewards.seccomp import filter_program
 
 Sandbox = Literal["bwrap", "none"]
 MAX_OUTPUT_BYTES = 1 << 16
+FILE_BYTES = 16 << 20  # size of each file, and of all files in /tmp together
+NUM_FILES = 64  # open files of a process
+NUM_PROCESSES = 16  # concurrent threads
+COUNTS_BY_NAMESPACE = (5, 14)  # the Linux from which on other threads of an ordinary user do not count
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 FIRST_USER = 61_184  # nobody assigns user ids above it (systemd's container range); each run has its own
 NAMESPACES = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
@@ -48,16 +53,10 @@ class Limits:
     Attributes:
         seconds: Wall time, and CPU time per process.
         memory_bytes: Address space of the solution's process, and of the tests'.
-        file_bytes: Size of each file, and of all files in /tmp together.
-        num_processes: Number of concurrent threads, if this process is root's; else memory limits them.
-        num_files: Number of open files of a process.
     """
 
     seconds: float = 10.0
     memory_bytes: int = 512 << 20
-    file_bytes: int = 16 << 20
-    num_processes: int = 16
-    num_files: int = 64
 
 
 def passes(
@@ -66,7 +65,7 @@ def passes(
     limits: Limits,
     sandbox: Sandbox = "bwrap",
     entry_point: str = "",
-    stub: Sequence[tuple[str, Sequence[str]]] = (),
+    stub: Sequence[str] = (),
 ) -> bool:
     """Returns whether the tests run to their end with the names that the solution defines.
 
@@ -79,7 +78,7 @@ def passes(
         limits: Resources that the run may use.
         sandbox: "none" runs both processes with this process's permissions.
         entry_point: A name that is the solution's even where Python has a built-in one.
-        stub: Statements with the names that they bind, which the tests see instead of the solution's.
+        stub: Statements that run before the tests, if they can, so that these see its names, not the solution's.
 
     Raises:
         RunError: bubblewrap is not installed or cannot work here, and `sandbox` is not "none".
@@ -145,18 +144,21 @@ def start_isolated(
     """Starts a process in the sandbox.
 
     Args:
-        program: The module of `isolated` with its `main`.
+        program: The module of `isolated` whose `main` it calls.
         limits: Its limits.
         sandbox: "none" runs it with this process's permissions.
-        stdout, stderr, cwd: Its streams and folder.
-        hash_seed: Seed of hashes.
+        stdout: Its standard output.
+        stderr: Its error messages.
+        cwd: Its folder.
+        hash_seed: Seed of its hashes.
 
     Returns:
         The process, and its limits, which its first frame must hold.
     """
     is_root, is_isolated = os.geteuid() == 0, sandbox == "bwrap"
+    kernel = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
     python = str(Path(sys.executable).resolve()) if is_isolated else sys.executable  # the sandbox has no venv
-    command = [*(_bubblewrap(_bwrap(), limits.file_bytes) if is_isolated else []), python, "-P", "-s", "-S"]
+    command = [*(_bubblewrap(_bwrap()) if is_isolated else []), python, "-P", "-s", "-S"]
     process = subprocess.Popen(
         [*command, "-c", _program("process", "data", program)],
         stdin=subprocess.PIPE,
@@ -170,9 +172,9 @@ def start_isolated(
         "user": next(_USERS) if is_isolated and is_root else 0,
         "cpu_seconds": max(1, round(limits.seconds)),
         "memory_bytes": limits.memory_bytes,
-        "file_bytes": limits.file_bytes,
-        "num_files": limits.num_files,
-        "num_processes": limits.num_processes if is_isolated and is_root else 0,  # other threads of a user would count
+        "file_bytes": FILE_BYTES,
+        "num_files": NUM_FILES,
+        "num_processes": NUM_PROCESSES if is_isolated and (is_root or kernel >= COUNTS_BY_NAMESPACE) else 0,
         "paths": site.getsitepackages([sys.base_prefix if is_isolated else sys.prefix]),
         "filter": filter_program(platform.machine()).hex() if is_isolated else "",
     }
@@ -190,8 +192,8 @@ def end_isolated(process: "subprocess.Popen[bytes]") -> None:
 
 
 @cache
-def _bubblewrap(executable: str, file_bytes: int) -> list[str]:
-    """Returns the command that creates a sandbox with a /tmp of this size."""
+def _bubblewrap(executable: str) -> list[str]:
+    """Returns the command that creates a sandbox."""
     command = [executable, *NAMESPACES, "--die-with-parent", "--new-session"]
     if os.geteuid() != 0:
         command += ["--unshare-user", "--cap-drop", "ALL"]
@@ -205,7 +207,7 @@ def _bubblewrap(executable: str, file_bytes: int) -> list[str]:
         for parent in reversed(python.parents[:-1]):
             command += ["--perms", "0755", "--dir", str(parent)]
         command += ["--ro-bind", str(python), str(python)]
-    command += ["--dev", "/dev", "--perms", "1777", "--size", str(file_bytes), "--tmpfs", "/tmp"]
+    command += ["--dev", "/dev", "--perms", "1777", "--size", str(FILE_BYTES), "--tmpfs", "/tmp"]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 

@@ -141,18 +141,6 @@ def test_the_tutorial_runs(folders, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("number", "recipe"), [(2, "gsm8k"), (3, "numinamath")])
-def test_the_programs_run(number, recipe, folders, tmp_path):
-    pytest.importorskip("math_verify")
-    pytest.importorskip("wandb")
-    finished(["bash", "-euc", the_block("001", number, folders)], tmp_path)
-    [metrics] = tmp_path.rglob("metrics.jsonl")
-    assert metrics.parent.name == recipe
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2, 3]
-    assert list(metrics.parent.glob("wandb/**/offline-run-*"))
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(("script", "command"), [(0, 5), (15, 16)])
 def test_the_command_starts_the_script(script, command, folders, tmp_path):
     (tmp_path / "train_grpo.py").write_text(the_block("003", script, folders))
@@ -167,7 +155,7 @@ def test_the_notebook_runs(folders, tmp_path, hub):
     own["HF_TOKEN"] = ""
     (tmp_path / "ds_zero2.json").write_text('{"zero_optimization": {"stage": 2}}')  # the notebook's reader has one
     out = run(running_together("004", folders), tmp_path, **own)
-    assert "deepspeed=ZeRO stage 2: groupax needs no launcher" in out
+    assert "deepspeed: groupax needs no launcher" in out
     assert "trainable params" in out
     assert "Accuracy on GSM8K test split" in out
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(hub.repos["me/reasoning"])

@@ -137,16 +137,6 @@ def both(*changes):
     return change
 
 
-def rules(**parts):
-    """Gives the tokenizer other rules."""
-    return config("tokenizer.json", **parts)
-
-
-def replaced(*patterns):
-    """Returns rules of which each replaces a pattern by a thousand "a"."""
-    return [{"type": "Replace", "pattern": {"String": each}, "content": "a" * 1000} for each in (*patterns, *"aaa")]
-
-
 def linked(name, target="/etc/passwd"):
     def change(folder):
         (folder / name).unlink(missing_ok=True)
@@ -177,7 +167,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 BAD = {
     # sizes
     "layers: 10**9": (config(num_hidden_layers=10**9), "num_hidden_layers=1000000000; it must be a whole number"),
-    "layers: 200": (config(num_hidden_layers=200), r"describes a model of 1,802 tensors \(200 layers\)"),
+    "layers: 200": (config(num_hidden_layers=200), "lacks 1782 weights"),
     "layers: one too many": (config(num_hidden_layers=3), "lacks 9 weights"),
     "layers: missing": (removed("config.json", "num_hidden_layers"), "lacks num_hidden_layers"),
     "hidden_size: 64.5": (config(hidden_size=64.5), r"hidden_size=64\.5; it must be a whole number"),
@@ -199,7 +189,6 @@ BAD = {
     "architectures: 5": (config(architectures=5), "architectures=5; it must be a list"),
     "attention_bias: 1": (config(attention_bias=1), "attention_bias=1; it must be true or false"),
     "quantization_config: list": (config(quantization_config=[1]), "quantization_config="),
-    "dtype: unknown": (config(dtype="int8"), "dtype='int8'; it must be float32, bfloat16 or float16"),
     "eos_token_id: text": (config(eos_token_id="x"), "eos_token_id='x'"),
     "generation: temperature": (config("generation_config.json", temperature="hot"), "temperature='hot'"),
     # config.json as a file
@@ -245,29 +234,6 @@ BAD = {
         "model-00001-of-00002.safetensors without model.safetensors.index.json",
     ),
     # tokenizers
-    "tokenizer: replaces a by 10**12": (
-        rules(normalizer={"type": "Sequence", "normalizers": replaced("a")}),
-        r"fails with a text of .* characters, for which the process that runs it ended with status -6",
-    ),
-    "tokenizer: decodes to 10**12": (
-        rules(decoder={"type": "Sequence", "decoders": [{"type": "Fuse"}, *replaced("a")]}),
-        "the process that runs it ended with status -6",
-    ),
-    "tokenizer: adds 10**9 tokens": (
-        rules(
-            post_processor={
-                "type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": "b", "type_id": 0}}] * 30_000,
-                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-                "special_tokens": {"b": {"id": "b", "ids": [1] * 30_000, "tokens": ["b"] * 30_000}},
-            }
-        ),
-        "the process that runs it ended with status -6",
-    ),
-    "tokenizer: an expression without an end": (
-        rules(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}),
-        "for which PanicException: Onig: Regex search error: retry-limit-in-match over",
-    ),
     "tokenizer: a number for a model": (config("tokenizer.json", model=3), "no tokenizer that transformers can load"),
     "tokenizer: missing": (removed("tokenizer.json"), "it has none of tokenizer.json"),
     "tokenizer: card a link out": (linked("README.md"), "is a link out of the model's folder"),
@@ -282,14 +248,10 @@ BAD_ADAPTER = {
     "a whole model too": (copied("adapter_model.safetensors", "model.safetensors"), "an adapter .* and a whole model"),
     "base: missing": (removed("adapter_config.json", "base_model_name_or_path"), "does not name the adapter's base"),
     "base: nowhere": (config("adapter_config.json", base_model_name_or_path="/nowhere"), "neither a model folder"),
-    "rank: text": (config("adapter_config.json", r="2"), "r='2'"),
+    "rank: text": (config("adapter_config.json", r="2"), "r must be a whole number, got '2'"),
     "rank: 10**9": (config("adapter_config.json", r=10**9), "has shape"),
-    "alpha: NaN": (config("adapter_config.json", lora_alpha=float("nan")), "lora_alpha=nan"),
+    "alpha: NaN": (config("adapter_config.json", lora_alpha=float("nan")), "lora_alpha must be .*, got nan"),
     "targets: no expression": (config("adapter_config.json", target_modules="("), "as a regular expression"),
-    "targets: an expression without end": (
-        config("adapter_config.json", target_modules="(.|.)*(.|.)*(.|.)*(.|.)*!"),
-        "takes longer than|matches no module",
-    ),
     "weights: missing": (removed("adapter_model.safetensors"), "pickled adapters are never loaded"),
     "weights: NaN": (
         tensors(lambda t: {k: np.full_like(v, np.nan) for k, v in t.items()}, "adapter_model.safetensors"),

@@ -32,7 +32,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = ["algorithm.md", "datasets.md", "rewards.md", "evaluation.md", "coming_from_trl.md", "coming_from_easydel.md"]
 
 
-HEAVY_PAGES = ["engine.md", "episodes.md", "lora.md", "adapters.md", "sft.md", "replay.md"]
+HEAVY_PAGES = ["engine.md", "episodes.md", "lora.md", "sft.md", "replay.md"]
 TUTORIALS = ["first_reward.md", "hacked_reward.md", "reading_a_run.md"]  # each goes on where the one before has ended
 # Pages whose Python is run by other tests than `test_python_blocks_run`.
 RUN_ELSEWHERE = {
@@ -128,13 +128,16 @@ def test_the_clients_of_the_page_about_serving_are_answered(tmp_path, monkeypatc
         "prompts": text.encode(["2+2=", "7*8="]),
         "params": SamplingParams(max_tokens=8),
     }
-    loop = EngineLoop({"Qwen/Qwen3-0.6B": text, "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": sees}).start()
-    app = create_app(loop, Limits(api_keys=("SECRET",)), {"Qwen/Qwen3-0.6B": model})
+    chat, image, training = python_blocks(DOCS / "serving.md")
+    loop = EngineLoop(text, "Qwen/Qwen3-0.6B").start()
+    app = create_app(loop, Limits(api_keys=("SECRET",)), model)
     with closing(loop), listening(app) as address:
-        chat, image, training = python_blocks(DOCS / "serving.md")
         exec(chat.replace("http://127.0.0.1:8000", address), namespace)
-        exec(image.replace("client.chat", "answer = client.chat"), namespace)
         exec(training.replace("http://one:8000", address), namespace)
+    loop = EngineLoop(sees, "HuggingFaceTB/SmolVLM2-500M-Video-Instruct").start()
+    with closing(loop), listening(create_app(loop)) as address:
+        namespace["client"].base_url = f"{address}/v1"
+        exec(image.replace("client.chat", "answer = client.chat"), namespace)
         namespace["client"].close()
     assert len(namespace["response"].choices) == 2
     assert namespace["answer"].choices[0].message.content

@@ -1,4 +1,4 @@
-"""`groupax plan`: planned programs against those of a real engine and learner."""
+"""`groupax plan`: counts against closed forms, planned programs against those of a real engine and learner."""
 
 import io
 import json
@@ -6,14 +6,16 @@ import math
 import os
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
 from rich.console import Console
 
 import groupax.engine.batch
@@ -24,6 +26,8 @@ from groupax.cli.main import main
 from groupax.core.terminal.activities import Activities
 from groupax.core.types import Row
 from groupax.models.families import read_config
+from groupax.models.flops import forward_flops
+from groupax.models.kernels.triton_matmul import grouped_matmul
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import model_specs
 from groupax.models.weights.nf4 import quantization_config
@@ -32,13 +36,14 @@ from groupax.parallel.mesh import make_mesh
 from groupax.runs.build import engine_for, learner_settings, lora_for
 from groupax.satellites.planning import fitting
 from groupax.satellites.planning.abstract import DoesNotFitError, Program, device_bytes, host_bytes
+from groupax.satellites.planning.counting import Counts, bytes_between_hosts, count_program
 from groupax.satellites.planning.devices import Target, find_target, prepare
 from groupax.satellites.planning.fitting import Plan, Request, find_fitting_plan, make_plan
-from groupax.satellites.planning.measured import OTHER, Compiler, Measured, few_layers
+from groupax.satellites.planning.measured import OTHER, Compiler, Extrapolation, Measured, few_layers, whole_program
 from groupax.satellites.planning.run import trace_run
 from groupax.satellites.planning.tables import verdict
 from groupax.training.learner import Learner
-from tests.conftest import TINY
+from tests.conftest import TINY, one_device_mesh
 
 SMALL = {**TINY, "num_hidden_layers": 1}
 MIXTURE = {**SMALL, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -46,6 +51,131 @@ MIXTURE = {**SMALL, "model_type": "mixtral", "num_local_experts": 4, "num_expert
 
 def activities():
     return Activities(Console(file=io.StringIO()))
+
+
+# -- counting
+
+
+def counted(function, *shapes, loop_steps=1):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return count_program(jax.jit(function).trace(*arrays).jaxpr, loop_steps)
+
+
+@pytest.mark.parametrize("matmul", [lambda rows, w, sizes: lax.ragged_dot(rows, w.mT, sizes), grouped_matmul])
+def test_products_are_counted_with_the_bytes_that_they_touch(matmul):
+    counts = counted(lambda a, b: jnp.einsum("bij,bkj->bik", a, b), (3, 5, 7), (3, 11, 7))
+    assert counts == Counts(2.0 * 3 * 5 * 7 * 11, 4.0 * 3 * (5 * 7 + 11 * 7 + 5 * 11))
+    assert counted(lambda a: jnp.tanh(a) + a.sum(), (3, 5)) == Counts()
+    sizes = jnp.array([3, 0, 5], jnp.int32)
+
+    def loss(rows, matrices):
+        return jnp.sum(matmul(rows, matrices, sizes) ** 2)
+
+    shapes, flops = ((8, 5), (3, 7, 5)), 2 * 8 * 5 * 7
+    assert counted(loss, *shapes).flops == flops
+    assert counted(jax.grad(loss, argnums=(0, 1)), *shapes).flops == 3 * flops
+
+
+def test_loops_count_as_often_as_they_run_and_of_branches_the_largest():
+    def product(x):
+        return x @ x
+
+    def until(x):
+        return lax.while_loop(lambda y: y[0, 0] < 9, product, x)
+
+    once = 2.0 * 6**3
+    assert counted(lambda x: lax.fori_loop(0, 5, lambda _, y: product(y), x), (6, 6)).flops == 5 * once
+    assert counted(lambda x: lax.scan(lambda y, _: (until(y), None), x, length=4)[0], (6, 6), loop_steps=3) == (
+        Counts(once, 3.0 * 4 * 36).times(12)
+    )
+    branches = jax.jit(lambda x: lax.cond(x[0, 0] > 0, lambda y: y @ y @ y, product, x) @ x)
+    assert counted(branches, (6, 6)).flops == 3 * once
+
+
+def test_a_kernels_blocks_count_as_often_as_they_are_multiplied_and_moved():
+    from jax.experimental import pallas
+
+    def product(x_ref, y_ref, out_ref):
+        out_ref[...] = jnp.dot(x_ref[...], y_ref[...])
+
+    def blocks(x, y):
+        return pallas.pallas_call(
+            product,
+            grid=(3, 2),
+            in_specs=[pallas.BlockSpec((8, 16), lambda i, j: (i, 0)), pallas.BlockSpec((16, 32), lambda i, j: (0, j))],
+            out_specs=pallas.BlockSpec((8, 32), lambda i, j: (i, j)),
+            out_shape=jax.ShapeDtypeStruct((24, 64), x.dtype),
+        )(x, y)
+
+    # rows of x stay while all columns of y go by; those come again for each of them
+    moved = 4.0 * (3 * 8 * 16 + 6 * 16 * 32 + 6 * 8 * 32)
+    assert counted(blocks, (24, 16), (16, 64)) == Counts(2.0 * 24 * 16 * 64, moved)
+
+
+def exchange(function, shape, out):
+    mesh = make_mesh((1, 2, 1, 2, 1))
+    program = jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=out, check_vma=False)
+    traced = jax.jit(program).trace(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    return dict(count_program(traced.jaxpr).exchanged)
+
+
+WHOLE, ALONG = PartitionSpec(), PartitionSpec("tp")
+BOTH = ("fsdp", "tp")
+
+
+@pytest.mark.parametrize(
+    ("function", "out", "expected"),
+    [
+        (lambda x: lax.psum(x, "tp"), WHOLE, {"all-reduce": 2 * 128 * 1 / 2}),
+        (lambda x: lax.psum(x, BOTH), WHOLE, {"all-reduce": 2 * 128 * 3 / 4}),
+        (lambda x: lax.psum([x, x], ("dp", "tp")), [WHOLE, WHOLE], {"all-reduce": 2 * 256 * 1 / 2}),
+        (lambda x: lax.pmax(x, "tp"), WHOLE, {"all-reduce": 128}),
+        (lambda x: lax.all_gather(x, BOTH, tiled=True), WHOLE, {"all-gather": 128 * 3}),
+        (lambda x: lax.psum_scatter(x, BOTH, tiled=True), ALONG, {"reduce-scatter": 128 * 3 / 4}),
+        (lambda x: lax.all_to_all(x, "tp", 0, 1, tiled=True), ALONG, {"all-to-all": 128 * 1 / 2}),
+        (lambda x: lax.psum(x, ("dp", "sp")), WHOLE, {}),
+        (lambda x: lax.all_gather(x, "ep"), WHOLE, {}),
+        (lambda x: x + lax.axis_index("tp").astype(x.dtype), ALONG, {}),
+        (lambda x: lax.psum(lax.all_gather(x, "tp"), "tp"), WHOLE, {"all-gather": 128, "all-reduce": 256}),
+    ],
+)
+def test_exchanges_have_their_closed_forms(function, out, expected):
+    assert exchange(function, (8, 8), out) == expected
+
+
+def test_exchanges_that_are_not_counted_are_an_error():
+    with pytest.raises(NotImplementedError, match=r"ppermute over .*tp.*is not counted"):
+        exchange(lambda x: lax.ppermute(x, "tp", [(0, 1), (1, 0)]), (8, 8), ALONG)
+
+
+def test_what_hosts_send_each_other_is_shared_by_their_devices():
+    for hosts, expected in (((0, 0, 0, 0), 0), ((0, 0, 1, 1), 12), ((0, 1, 2, 3), 24)):  # 12: two rings, a port each
+        assert bytes_between_hosts(24.0, [SimpleNamespace(process_index=host) for host in hosts]) == expected
+
+
+@pytest.mark.heavy
+def test_a_models_programs_count_its_matrices_as_its_table_of_weights_does():
+    args = GRPOConfig(
+        prompts_per_step=2, num_generations=4, max_prompt_length=33, max_completion_length=32, dtype="float32", beta=0.1
+    )
+
+    def of(**change):
+        """Operations of scoring, of a micro-batch, and of a forward pass by the formula."""
+        config = read_config({**TINY, **change})
+        run = trace_run(config, one_device_mesh(), args)
+        assert (run.num_micro_batches, run.micro_batch_cells) == (1, 320), "2 x (32 + 4 x 32): nothing is padded"
+        found = {each.name: count_program(each.traced.jaxpr, each.loop_steps).flops for each in run.programs}
+        return np.array([found["score"], found["micro_step"], forward_flops(config, [(32, [32] * 4)] * 2)])
+
+    few, wide, wordy = of(), of(intermediate_size=192), of(vocab_size=1120)
+    scored, stepped, expected = wide - few
+    assert scored == expected
+    assert stepped == 3 * expected
+    scored, stepped, expected = wordy - few
+    # there is room for a quarter more completions, and the sum over a vocabulary is two more columns of 32
+    assert 1 <= scored / expected <= 1.25 * (1 + 2 / 32)
+    assert 3.8 < stepped / scored <= 4, "logits are computed again"
+    assert few[2] < few[0] < few[1] / 3
 
 
 # -- models with a few layers
@@ -62,6 +192,20 @@ def test_an_adapter_of_some_layers_only_is_planned_with_all_of_them():
     assert len(few_layers(config, LoRAConfig(r=4))) == 2
     for modules in (r".*layers\.7\..*q_proj", ["8.self_attn.q_proj"]):
         assert layers_of(few_layers(config, LoRAConfig(r=4, target_modules=modules))) == [(9, 1.0)]
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.heavy
+@pytest.mark.parametrize("settings", [{}, {"lora_r": 4, "beta": 0.1, "dtype": "bfloat16"}])
+def test_what_all_layers_count_follows_from_a_few(settings):
+    config = replace(read_config(DEEP), windows=(None, 8, 8, None, 8, 8, 8, 8, 8))
+    args = GRPOConfig(prompts_per_step=4, num_generations=4, max_completion_length=32, max_prompt_length=32, **settings)
+    lora, mesh = lora_for(args, None), make_mesh((1, 4, 1, 1, 1))
+    run, few = trace_run(config, mesh, args, lora), few_layers(config, lora)
+    runs = [trace_run(model.config, mesh, args, lora, like=run) for model in few]
+    for index, program in enumerate(run.programs):
+        parts = Extrapolation(program, few, [each.programs[index] for each in runs])
+        assert parts.counts == whole_program(config, program).counts, program.name
 
 
 # -- programs
@@ -122,7 +266,6 @@ CASES = {
     "sp": ((1, 1, 1, 1, 4), {"top_entropy_quantile": 0.5, "num_iterations": 2}),
     "adapter": ((4, 1, 1, 1, 1), {"lora_r": 4, "lora_dropout": 0.1}),
     "split-adapter": ((1, 2, 1, 1, 2), {"lora_r": 4, "beta": 0.1, "dtype": "bfloat16", "updates_per_rollout": 2}),
-    "int8": ((2, 2, 1, 1, 1), {"decoding_weights": "int8"}),
     "bfloat16": ((4, 1, 1, 1, 1), {"decoding_weights": "bfloat16", "rollout_correction": "token_truncate"}),
     "shared": ((4, 1, 1, 1, 1), {"decoding_tp": 2, "kv_cache_dtype": "bfloat16"}),
     "shared-as-trained": ((2, 1, 1, 2, 1), {"decoding_tp": 2}),
@@ -175,8 +318,12 @@ def test_what_is_planned_is_what_a_real_run_has(name, monkeypatch):
     chunks = recording(monkeypatch, groupax.engine.batch, "decode_chunk", last=quick)
     engine = engine_for(args, model, learner, (1,))
     prompts = [np.arange(2, 2 + longest[0]) + index for index in range(run.num_rows // args.num_generations)]
-    with suppress(Recorded):
+    try:
         engine.generate(prompts, SamplingParams(n=args.num_generations, max_tokens=longest[1], ignore_eos=True))
+    except Recorded:
+        pass
+    else:
+        assert len(chunks) == programs["decode_chunk"].runs
     by_size = partial(max, key=lambda call: sum(math.prod(shape) for shape, _ in call[1]))
     (params, cache, *_), decoded = by_size(chunks)
     assert planned_shapes(programs["decode_chunk"]) == decoded
@@ -186,6 +333,7 @@ def test_what_is_planned_is_what_a_real_run_has(name, monkeypatch):
     assert ("rollout weights" in planned) == copied
     decoded_with = {kind: tree for kind, tree in planned.items() if kind != "kv cache"}
     assert device_bytes(decoded_with) == placed_bytes(params)
+    assert len(admits) == programs["admit"].runs
     if quick:
         assert planned_shapes(programs["admit"]) == admits[0][1]
 
@@ -275,7 +423,7 @@ def test_devices_that_do_not_exist_are_told(name, message, tmp_path):
 
 
 def tiny_chip(memory):
-    return Chip(("none",), 1e12, memory, 1e9)
+    return Chip(("none",), 1e12, memory, 1e9, 1e9, 1e8)
 
 
 @pytest.fixture
@@ -301,7 +449,7 @@ def a_plan(largest, args=TRAIN, devices="v5e-1", shape=(1, 1, 1, 1, 1), fault=No
     mesh = make_mesh(shape, devices=jax.devices()[: math.prod(shape)])
     run = None if fault else trace_run(read_config(TINY), mesh, args)
     programs = tuple(
-        Measured(name, {OTHER: 2e9 if name == largest else 1e8}, 0.0)
+        Measured(name, 1, {OTHER: 2e9 if name == largest else 1e8}, Counts(), 0.0)
         for name in ("admit", "decode_chunk", "micro_step", "apply_update")
     )
     return Plan(
@@ -367,7 +515,7 @@ class Uncompilable:
 
 
 def uncompilable(message):
-    return Program("failing", lambda: Uncompilable(message), {})
+    return Program("failing", lambda: Uncompilable(message), {}, 1)
 
 
 def test_a_compiler_that_gives_up_says_how_much_memory_it_takes():
@@ -407,9 +555,10 @@ def test_a_plan_is_told_as_tables_and_as_numbers(config_file, tmp_path):
     names = ["admit", "decode_chunk", "micro_step", "all_reduce", "apply_update"]
     assert [program["name"] for program in record["programs"]] == names
     lines = done.stdout.splitlines()
-    first, last = (index for index, line in enumerate(lines) if line == "memory of a device, MB")
-    assert lines[first + 2].split()[0] == names[0], "an estimate comes first"
-    assert [line.split()[0] for line in lines[last + 2 :][: len(names)]] == names
+    for heading in ("memory of a device, MB", "work of a device in one run of each program"):
+        first, last = (index for index, line in enumerate(lines) if line == heading)
+        assert lines[first + 2].split()[0] == names[0], "an estimate comes first"
+        assert [line.split()[0] for line in lines[last + 2 :][: len(names)]] == names
     largest = max(program["total"] for program in record["programs"])
     assert lines[-1] == f"the peak is {largest / 1e6:.2f} MB per device, in micro_step"
     assert all(program["total"] == sum(program["memory"].values()) for program in record["programs"])

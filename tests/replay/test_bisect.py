@@ -19,7 +19,7 @@ from tests.training.test_trainer import PROMPTS, a_trainer
 
 from .test_replay import ONE_LAYER
 
-SETTINGS = {"max_steps": 6, "replay_state_gb": 0.0, "beta": 0.001, "scale_rewards": "none"}
+SETTINGS = {"max_steps": 6, "beta": 0.001, "scale_rewards": "none"}
 
 
 def with_rate(trainer, at=3):

@@ -24,7 +24,7 @@ STALE = {"max_staleness": 2, "rollout_correction": "token_truncate", "save_steps
 
 
 def a_run(folder, **settings):
-    trainer = a_trainer(folder, letters, **{"max_steps": 4, "replay_state_gb": 0.0, **settings})
+    trainer = a_trainer(folder, letters, **{"max_steps": 4, **settings})
     trainer.train()
     return folder / "run"
 
@@ -102,23 +102,6 @@ def test_rollouts_that_were_not_kept_are_sampled_again(run, tmp_path):
     assert outcome.is_equal
     assert outcome.sampled == (0, 1)
     assert any("rollouts 0, 1 were not kept" in line for line in comparison(outcome))
-
-
-@pytest.mark.drawn(3, "replays")
-@pytest.mark.heavy
-def test_a_replay_starts_from_the_nearest_checkpoint_or_state(tmp_path, monkeypatch):
-    from groupax.runs.checkpoints import states
-
-    monkeypatch.setattr(states, "LEAST_S", 0.0)
-    monkeypatch.setattr(states, "TIMES_WAIT", 0.0)
-    run = a_run(tmp_path, max_steps=8, replay_state_gb=1.0)
-    kept = sorted(int(path.name.removeprefix("step_")) for path in (run / "states").iterdir())
-    assert kept
-    outcome = again(run, 8)
-    assert outcome.is_equal
-    assert outcome.first_step == max(step for step in kept if step < 8)
-    small = a_run(tmp_path / "small", replay_state_gb=1e-6)
-    assert not (small / "states").exists()
 
 
 @pytest.mark.drawn(3, "replays")

@@ -161,6 +161,7 @@ REACHES = {
     "a file in the root": "open('/x', 'w')",
     "the processes": "os.listdir('/proc')",
     "more files at a time": "[os.dup(0) for _ in range(100)]",
+    "more threads at a time": "start_threads(20)",
     "a full disk": "[open(f'{at}/{i}', 'wb').write(b'x' * 10**7) for i in (1, 2) for at in ('/tmp', '/dev/shm')]",
 }
 # Tests, and a solution that passes them by what they trust.
@@ -213,6 +214,10 @@ def reaches():
     lines = [
         "import ctypes, os, socket, sys",
         "call = ctypes.CDLL(None, use_errno=True).syscall",
+        "def start_threads(number):",
+        "    import threading, time",
+        "    try: [threading.Thread(target=time.sleep, args=[0.5]).start() for _ in range(number)]",
+        "    except RuntimeError: raise OSError",
         "def refused(*args):",
     ]
     lines += [

@@ -80,9 +80,9 @@ except ZeroDivisionError as e: assert 'division' in str(e)
 assert issubclass(E, ValueError)
 """,
     "types as arguments": """
-def f(g, xs): return [g(x) for x in xs]
+def f(g, operation): return [g(x) for x in operation]
 # tests
-assert f(int, ['1']) == [1]
+assert f(int, operation=['1']) == [1]
 """,
     "generators and iterators, both ways": """
 def g(n):
@@ -260,6 +260,17 @@ def test_values_and_objects_cross():
     solutions, tests = zip(*(source.split("# tests\n") for source in CROSSES.values()), strict=True)
     rewards = code_tests([*solutions], ["p"] * len(tests), [*tests])
     assert [name for name, reward in zip(CROSSES, rewards, strict=True) if reward != 1.0] == []
+
+
+def test_linked_lists_and_trees_as_data_sets_have_them():
+    node = "class Node:\n    def __init__(self, val, next=None):\n        self.val = val\n        self.next = next\n"
+    size = f"{node}def size(head):\n    return 0 if head is None else 1 + size(head.next)\n"
+    of_mbpp = "head = Node(1)\nhead.next = Node(2)\nassert size(head) == 2"
+    method = f"{node}class Solution:\n    def after(self, head): return Node(head.val + 1, head.next)\n"
+    of_leetcode = f"{node}def check(candidate):\n    made = candidate(head=Node(1, Node(5)))\n"
+    of_leetcode += "    assert type(made) is Node and (made.val, made.next.val) == (2, 5)"
+    given = [size, method], ["p"] * 2, [of_mbpp, of_leetcode], ["size", "Solution().after"]
+    assert code_tests(*given) == [1.0, 1.0]
 
 
 def test_what_does_not_cross_fails():

@@ -90,11 +90,6 @@ def test_integer_answer():
     assert rewards.integer_answer(texts) == [1, 1, 0, 0, 0, 0]
 
 
-def test_regex_match():
-    assert rewards.regex_match(["abc", "xabc"], pattern="a.c") == [1, 0]
-    assert rewards.regex_match(["abc", "xa\nc"], pattern="a.c", whole=False) == [1, 1]
-
-
 def test_soft_overlong_is_the_papers_curve_in_tokens():
     lengths = [0, 80, 81, 90, 100, 101, 500]
     expected = [0, 0, -0.05, -0.5, -1, -1, -1]

@@ -30,7 +30,7 @@ from groupax.evaluation.items import Completion, Item
 from groupax.events import TokenScores
 from groupax.runs.files import check_unlocked
 from groupax.runs.folder import RunFolder
-from groupax.runs.report.record import read_run
+from groupax.runs.report import read_run
 from groupax.runs.rollout_log import rollout_table, write_table
 from groupax.satellites.view.curves import mean_and_spread, smoothed, thinned
 from groupax.satellites.view.evaluations import item_page

@@ -55,8 +55,7 @@ def episodes():
     [group], _ = played(answer, environments=Shop, params=SamplingParams(n=2, max_tokens=20_000))
     scored = {"rewards": {"Shop": group[0].environment_reward}, "advantage": 0.0}
     turns = [replace(turn, rewards={"Shop": turn.reward, HOSTILE: 0.25}) for turn in group[0].turns]
-    given = {"turns": tuple(turns), "turn_advantages": (0.5, -0.5, 0.0, 1.5, 2.0)}
-    return [replace(group[0], **scored, **given), replace(group[1], **scored)]
+    return [replace(group[0], **scored, turns=tuple(turns)), replace(group[1], **scored)]
 
 
 def write_episodes(folder):

@@ -158,14 +158,8 @@ def find_tensors(folder: Path) -> Tensors:
             f"{folder} is incomplete: {INDEX_NAME} names {list_names(missing)}, which is missing; download it again"
         )
     tensors: Tensors = {}
-    for file_name, file in files.items():
-        for name, tensor in file.tensors().items():
-            if name in tensors:
-                raise ValueError(
-                    f"{folder}: {short_repr(name)} is in both {tensors[name].path.name} and {file_name}; a tensor must "
-                    "be in one file"
-                )
-            tensors[name] = tensor
+    for file in files.values():
+        tensors |= file.tensors()
     absent = [name for name, file in weight_map.items() if name not in tensors or tensors[name].path.name != file]
     if absent:
         raise ValueError(

@@ -22,6 +22,7 @@ MAPPINGS: dict[str, Any] = {
 }
 SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in (list, set, frozenset, collections.deque, tuple)}
 BYTES: dict[str, Any] = {"bytes": bytes, "bytearray": bytearray}
+VIEWS = (type({}.keys()), type({}.values()), type({}.items()))  # sent as lists
 MUTABLE = (list, dict, set, bytearray, collections.deque)
 TYPES: dict[str, type] = {kind.__name__: kind for kind in (*SCALARS, complex, range, object)}
 CONTAINERS = MAPPINGS | SEQUENCES | BYTES
@@ -97,7 +98,7 @@ class Peer:
             return [kind.__name__, [getattr(value, name) for name in attributes] or [str(value)]]
         if kind.__module__ == "numpy" and hasattr(value, "dtype"):
             return ["array", self.encode(value.tolist())] if value.ndim else self.encode(value.tolist())
-        return self.encode_object(value)
+        return self.encode(list(value)) if isinstance(value, VIEWS) else self.encode_object(value)
 
     def encode_all(self, values: Iterable[Any]) -> list[Any]:
         """Returns several values in this form."""

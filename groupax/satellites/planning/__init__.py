@@ -1,4 +1,4 @@
-"""Plans of runs on absent devices: the programs are compiled for them, and their memory added up.
+"""Plans of runs on absent devices: the programs are compiled for them, and their memory and work counted.
 
-devices ──► abstract ──► run ──► measured ──► fitting ──► tables ──► cli.plan
+devices ──► abstract ──► rollouts, updates ──► run ──► measured (counting) ──► fitting ──► tables ──► cli.plan
 """

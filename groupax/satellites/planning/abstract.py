@@ -45,11 +45,14 @@ class Program:
     name: str
     trace: Callable[[], Any]  # traces the function
     arguments: Mapping[str, Any]  # its arguments by kind; small ones are left out
+    runs: int  # number of runs in a rollout and the updates on it
+    loop_steps: int = 1  # number of iterations of loops whose ends depend on what they compute
+    transferred_bytes: float = 0.0  # bytes to and from the host in one run, for each device
     scans_layers: bool = False  # whether its layers are a loop, so that it compiles quickly whatever their number
 
     @cached_property
     def traced(self) -> Any:
-        """The traced function, to be compiled."""
+        """The traced function, to be compiled and counted."""
         return self.trace()
 
 

@@ -1,4 +1,4 @@
-"""The device memory that a run's programs need."""
+"""Measurements of a run's programs: device memory, and a lower bound of the time."""
 
 import hashlib
 import re
@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,7 +16,9 @@ from groupax.core.errors import is_out_of_memory
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig, adapter_specs
 from groupax.models.specs import model_specs
+from groupax.parallel.accelerators import Chip
 from groupax.satellites.planning.abstract import Program, device_bytes
+from groupax.satellites.planning.counting import Counts, count_program
 from groupax.satellites.planning.run import Run
 
 OTHER = "temporary"
@@ -112,14 +115,37 @@ class Measured:
     """A program of a run, measured on one device."""
 
     name: str
+    runs: int  # number of runs in a rollout and the updates on it
     memory: Mapping[str, float]  # bytes in use while it runs, by kind, including arrays that it does not read
+    counts: Counts  # counts of one run
     compile_s: float | None = None  # compilation time; None if it is not compiled, and its temporary memory an estimate
+    transferred_bytes: float = 0.0  # bytes to and from the host in one run
     num_layers: tuple[int, ...] = ()  # numbers of layers of the models whose programs were compiled for it
 
     @property
     def total(self) -> float:
         """Bytes in use while it runs."""
         return sum(self.memory.values())
+
+    @property
+    def traffic_bytes(self) -> float:
+        """Least memory traffic: that of matmuls; an update also reads and writes the state and reads the gradients."""
+        if self.name != "apply_update":
+            return self.counts.product_bytes
+        masters, optimizer, gradients = (self.memory.get(kind, 0.0) for kind in ("masters", "optimizer", "gradients"))
+        return self.counts.product_bytes + 2 * (masters + optimizer) + gradients
+
+    def seconds(self, chip: Chip) -> dict[str, float]:
+        """Returns lower bounds of one run's time, by what limits it."""
+        fp8_flops, counts = self.counts.fp8_flops, self.counts
+        fp8_s = fp8_flops / (chip.fp8_flops or chip.flops)
+        return {
+            "arithmetic": (counts.flops - fp8_flops) / chip.flops + fp8_s,
+            "memory": self.traffic_bytes / chip.memory_bytes_per_s,
+            "links": counts.sent_bytes / chip.link_bytes_per_s,
+            "network": counts.between_hosts / chip.network_bytes_per_s if chip.network_bytes_per_s else 0.0,
+            "host": self.transferred_bytes / chip.host_bytes_per_s,
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,17 +161,30 @@ class Extrapolation:
         """The models with a few layers, with their programs."""
         return list(zip(self.models, self.programs, strict=True))
 
+    @cached_property
+    def counts(self) -> Counts:
+        """The counts of one run of the program."""
+        total = Counts()
+        for model, program in self.pairs:
+            total += count_program(program.traced.jaxpr, program.loop_steps).times(model.weight)
+        return total
+
     def estimated(self, run: Run, temporaries: Mapping[str, float]) -> Measured:
         """Returns the program's measurements before it is compiled, given estimates of its temporary memory by kind."""
-        return Measured(self.program.name, {**_argument_bytes(run, self.program), **temporaries})
+        memory = {**_argument_bytes(run, self.program), **temporaries}
+        program = self.program
+        return Measured(program.name, program.runs, memory, self.counts, transferred_bytes=program.transferred_bytes)
 
     def measured(self, run: Run, compiled: Sequence[Compiled]) -> Measured:
         """Returns the program's measurements, given those of the programs for a few layers."""
         program, temporary = self.program, extrapolated(self.models, [each.temporary_bytes for each in compiled])
         return Measured(
             program.name,
+            program.runs,
             {**_argument_bytes(run, program), OTHER: temporary},
+            self.counts,
             sum(each.seconds for each in compiled),
+            program.transferred_bytes,
             tuple(model.config.num_layers for model in self.models),
         )
 
@@ -193,3 +232,15 @@ def _compiled(lowered: Any, program: Program) -> Compiled:
         others_bytes = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
         temporaries = float(others_bytes + stats.argument_size_in_bytes - device_bytes(program.arguments))
     return Compiled(temporaries, time.perf_counter() - started_s)
+
+
+def step_seconds(programs: Sequence[Measured], run: Run, chip: Chip) -> dict[str, float]:
+    """Returns lower bounds of the time of a rollout, of scoring it, and of the updates on it."""
+    gathered_s = run.gathered_bytes / chip.link_bytes_per_s
+    if chip.network_bytes_per_s:
+        gathered_s = max(gathered_s, run.gathered_between_hosts / chip.network_bytes_per_s)
+    phases = {"rollout": gathered_s, "scoring": run.fetched_bytes / chip.host_bytes_per_s, "updates": 0.0}
+    for program in programs:
+        phase = {"admit": "rollout", "decode_chunk": "rollout", "score": "scoring"}.get(program.name, "updates")
+        phases[phase] += program.runs * max(program.seconds(chip).values())
+    return phases

@@ -28,7 +28,7 @@ from groupax.models.execution import ACCELERATOR_LOGITS, Execution
 from groupax.models.flops import activation_bytes_per_token
 from groupax.models.lora import LoRAConfig
 from groupax.models.params import partition_specs
-from groupax.models.weights.quantize import decoding_params
+from groupax.models.weights.quantize import bfloat16_params
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import decoding_mesh, num_data_shards
 from groupax.rollouts.state import UpdateSchedule, update_schedule
@@ -37,9 +37,11 @@ from groupax.satellites.planning.abstract import (
     DoesNotFitError,
     Program,
     device_bytes,
+    host_bytes,
     sharded_structs,
     struct_with,
 )
+from groupax.satellites.planning.counting import bytes_between_hosts
 from groupax.training.memory import compute_dtype
 from groupax.training.packing import attention_cost_with, pack
 from groupax.training.step import (
@@ -67,6 +69,9 @@ class Run:
     num_devices: int  # number of devices
     programs: tuple[Program, ...]  # programs of a rollout and the updates on it, in order
     residents: Mapping[str, Any]  # arrays that stay in memory, by kind
+    gathered_bytes: float  # bytes that each device receives from others before a rollout
+    gathered_between_hosts: float  # each device's share of what its host receives from other hosts for that
+    fetched_bytes: float  # bytes that each device receives from its host before a rollout is scored
     cache: CacheShape  # shape of each device's KV cache
     num_micro_batches: int  # number of micro-batches of an optimizer step
     checkpointing: Checkpointing  # what the backward pass recomputes, as set or chosen
@@ -117,13 +122,16 @@ def trace_run(
     num_rows = schedule.prompts_per_rollout * args.num_generations
     prompt = prompt_limit(config.max_positions, args.max_completion_length, args.max_prompt_length, _LENGTH)
     longest = (prompt, args.max_completion_length)
-    rollout, cache = trace_rollout(model_state, num_rows, longest, left, like.cache if like else None)
+    rollout, cache, gathered = trace_rollout(model_state, num_rows, longest, left, like.cache if like else None)
     execution, tokens = model_state.execution(longest, left)
     updates, num_micro_batches, cells = trace_training(model_state, execution, schedule, longest, tokens)
     return Run(
         num_devices=mesh.devices.size,
         programs=(*rollout, *updates),
         residents=model_state.residents,
+        gathered_bytes=gathered,
+        gathered_between_hosts=bytes_between_hosts(gathered, mesh.devices.flat),
+        fetched_bytes=host_bytes({"reference": model_state.residents.get("reference")}),
         cache=cache,
         num_micro_batches=num_micro_batches,
         checkpointing=execution.checkpointing,
@@ -141,8 +149,8 @@ def trace_rollout(
     longest: tuple[int, int],
     left: float,
     shape: CacheShape | None = None,
-) -> tuple[list[Program], CacheShape]:
-    """Returns the engine's programs and its cache's shape.
+) -> tuple[list[Program], CacheShape, float]:
+    """Returns the engine's programs, its cache's shape, and the bytes that a device receives before decoding.
 
     Args:
         model_state: The model.
@@ -159,7 +167,7 @@ def trace_rollout(
     gathers = not all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
     params = gathered
     if copies:
-        params = jax.eval_shape(lambda params: decoding_params(config, params, args.decoding_weights), given)
+        params = jax.eval_shape(bfloat16_params, given)
         params = sharded_structs(params, partition_specs(config, mesh, params), mesh)
     kept = device_bytes({"weights": params}) if gathers or copies else 0.0
     at_once = kept + (device_bytes({"weights": gathered}) if gathers and copies else 0.0)  # while they are converted
@@ -173,13 +181,20 @@ def trace_rollout(
     kv_dtype = cache_dtype(requested_dtype, args.decoding_weights, model_state.dtype, mesh.devices.flat[0])
     shape = shape or _cache_shape(model_state, mesh, num_rows, longest, kv_dtype, left - kept)
     tracer = Tracer(config, mesh, params, kv_dtype, CHUNK_STEPS)
+    per_shard, num_chunks = -(-num_rows // num_data_shards(mesh)), -(-longest[1] // CHUNK_STEPS)
+    num_prompts, num_waves = -(-per_shard // shape.share), -(-per_shard // shape.num_slots)
     sampling = sampling_kind([args.part(SamplingParams)])
+    trace_admit, trace_decode = partial(tracer.admit, shape), partial(tracer.decode_chunk, shape, sampling)
+    own_heads, columns = config.num_heads // mesh.shape["tp"], shape.num_prompt_columns
+    most = admission_prompts(shape, has_prefixes=False)
+    piece = piece_size(most, columns, own_heads, model_state.platform)
+    num_pieces = -(-min(num_prompts, most) // piece[0]) * (columns // piece[1])
     arguments = {**({"rollout weights": params} if kept else model_state.own), "kv cache": tracer.cache(shape)}
     programs = [
-        Program("admit", partial(tracer.admit, shape), arguments),
-        Program("decode_chunk", partial(tracer.decode_chunk, shape, sampling), arguments),
+        Program("admit", trace_admit, arguments, -(-num_prompts // most), num_pieces),
+        Program("decode_chunk", trace_decode, arguments, num_waves * num_chunks, CHUNK_STEPS),
     ]
-    return programs, shape
+    return programs, shape, device_bytes({"weights": gathered}) - device_bytes({"weights": given}) if gathers else 0.0
 
 
 def _cache_shape(
@@ -218,34 +233,37 @@ def trace_training(
     largest = max(micro_batches, key=lambda each: each.num_tokens)
     batch = jax.tree.map(lambda x: struct_with(x, NamedSharding(mesh, ROWS)), largest.batch)
     programs = (
-        *_trace_scoring(model_state, execution, batch, schedule),
-        *_trace_update(model_state, execution, batch),
+        *_trace_scoring(model_state, execution, batch, len(micro_batches), schedule),
+        *_trace_update(model_state, execution, batch, len(micro_batches), schedule.updates_per_rollout),
     )
     return programs, len(micro_batches), largest.num_tokens // num_data_shards(mesh)
 
 
 def _trace_scoring(
-    model_state: AbstractModel, execution: Execution, batch: Any, schedule: UpdateSchedule
+    model_state: AbstractModel, execution: Execution, batch: Any, num_micro_batches: int, schedule: UpdateSchedule
 ) -> list[Program]:
     """Traces the scoring of a rollout by the reference and the policy, if it needs any."""
     args = model_state.args
     # the policy scores all rows before updates other than the first, and to find the tokens of high entropy
-    needs_policy = schedule.minibatches > 1 or args.top_entropy_quantile < 1
-    if not (needs_policy or args.beta > 0):
+    policy_passes = schedule.minibatches - 1 + schedule.updates_per_rollout * (args.top_entropy_quantile < 1)
+    passes = policy_passes + schedule.minibatches * (args.beta > 0)
+    if not passes:
         return []
-    params = apply_adapter(model_state.frozen, model_state.policy) if needs_policy else model_state.reference
+    params = apply_adapter(model_state.frozen, model_state.policy) if policy_passes else model_state.reference
     reference = {"base" if model_state.base_name == "base" else "reference": model_state.reference}
-    arguments = model_state.own if needs_policy and not args.offload_reference else reference
+    arguments = model_state.own if policy_passes and not args.offload_reference else reference
     trace = partial(
         score.trace,
         params,
         batch,
         settings=StepSettings(model_state.config, model_state.settings.objective, model_state.mesh, execution),
     )
-    return [Program("score", trace, arguments, scans_layers=execution.scan_layers)]
+    return [Program("score", trace, arguments, num_micro_batches * passes, scans_layers=execution.scan_layers)]
 
 
-def _trace_update(model_state: AbstractModel, execution: Execution, batch: Any) -> list[Program]:
+def _trace_update(
+    model_state: AbstractModel, execution: Execution, batch: Any, num_micro_batches: int, updates: int
+) -> list[Program]:
     """Traces the programs of an optimizer step."""
     config, mesh, scalar = model_state.config, model_state.mesh, model_state.scalar
     static: dict[str, Any] = {"config": config, "mesh": mesh}
@@ -272,12 +290,13 @@ def _trace_update(model_state: AbstractModel, execution: Execution, batch: Any) 
         offload_optimizer=offload,
     )
     state = {"masters": model_state.state.params, "optimizer": model_state.state.opt_state}
+    moved_bytes = 2 * host_bytes(state)  # each array comes and goes
     arguments = {**model_state.own, "gradients": totals}
     scans = execution.scan_layers
     return [
-        Program("micro_step", trace_step, arguments, scans_layers=scans),
-        Program("all_reduce", lambda: sums, {"gradients": totals}),
-        Program("apply_update", trace_update, {**state, "gradients": grads}),
+        Program("micro_step", trace_step, arguments, num_micro_batches * updates, scans_layers=scans),
+        Program("all_reduce", lambda: sums, {"gradients": totals}, updates),
+        Program("apply_update", trace_update, {**state, "gradients": grads}, updates, transferred_bytes=moved_bytes),
     ]
 
 

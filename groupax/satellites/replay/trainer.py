@@ -47,12 +47,12 @@ class ReplayCollector(Collector):
         self.policies: dict[int, Policy] = {}
         self.sampled: list[int] = []
 
-    def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
+    def collect(self, cursor: Cursor) -> Experience:
         """Returns the recorded rollout, or the same one computed again, ready for updates."""
         number = cursor.num_rollouts
         groups = None if self.samples(number) else self._recorded(cursor)
         experience = self._sampled(cursor) if groups is None else self._replayed(groups, cursor)
-        return self.with_logprobs(experience, cursor, num_wanted)
+        return self.with_logprobs(experience, cursor)
 
     def samples(self, number: int) -> bool:
         """Returns whether a rollout is sampled again although it may be recorded."""

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from groupax.runs.report.record import changed_settings
+from groupax.runs.report import changed_settings
 from groupax.satellites.view import curves, groups, token_values
 from groupax.satellites.view.evaluations import differences, estimate_rows, item_page
 from groupax.satellites.view.overview import best_and_worst, machine_of, overview, table_row
