@@ -352,7 +352,7 @@ def test_usage_names_what_belongs_where(command, usage, capsys):
         ("train --max_steps 3 4 -x", "unexpected arguments: 4 -x"),
         ("sft --recipe arithmetic", "there is no flag --recipe"),
         ("eval --max-token 3", "there is no flag --max-token; did you mean --max_tokens or --max_turn_tokens?"),
-        ("replay RUN --stap 1", "there is no flag --stap; did you mean --step?"),
+        ("replay RUN --stap 1", "there is no flag --stap; did you mean --step or --stage?"),
         ("merge A B C", "unexpected arguments: C"),
         ("init run.yaml --modle x", "there is no flag --modle; did you mean --model?"),
         ("launch slurm --tyme 1 -- train", "there is no flag --tyme; did you mean --time?"),
