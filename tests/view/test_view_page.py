@@ -451,8 +451,8 @@ def test_an_episode_is_a_chat_in_which_nothing_is_markup(browser, tmp_path):
         card = ".card:first-child"
         until(lambda: len(page.all(f"{card} .call")) == 5 and not page.all(f"{card} .tok"))
         turns = page.texts(f"{card} .chat > li > b")
-        assert turns[0] == "assistant · turn 1 +1.25 advantage 0.5"
-        assert turns[4:] == ["user", "assistant · turn 5 +0.75 advantage 2"]
+        assert turns[0] == "assistant · turn 1 +1.25"
+        assert turns[4:] == ["user", "assistant · turn 5 +0.75"]
         title = page.run(f"return document.querySelector('{card} .turn-reward').title")
         assert title == f"Reward of this turn\nShop 1\n{SHOWN_HOSTILE} 0.25"
         calls = page.texts(f"{card} .call header")
