@@ -1,10 +1,17 @@
 """Conversations: checks of their messages, and their rendering by chat templates. Imports no jax."""
 
+import atexit
 import json
-import re
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from groupax.core.settings.fields import check_json, nearest
@@ -128,7 +135,7 @@ def adapt_content(message: Mapping[str, Any], takes_text: bool, takes_parts: boo
     content = message.get("content")
     if isinstance(content, list) and not takes_parts:
         if IMAGE_PART in content:
-            raise ValueError("the chat template does not write parts of messages, and so no images")
+            raise ValueError("it does not write parts of messages, and so no images")
         return {**message, "content": "".join(message_texts(message))}
     if isinstance(content, str) and takes_parts and not takes_text:
         return {**message, "content": [{"type": "text", "text": content}]}
@@ -157,6 +164,86 @@ def check_tools(tools: Any, name: str) -> list[dict[str, Any]]:
     return list(tools)
 
 
+WORKER = Path(__file__).with_name("template_worker.py")
+
+
+class TemplateError(Exception):
+    """A template or tokenizer failed at the requested value with this index; `ended` if it ended the process."""
+
+    def __init__(self, message: str, index: int, ended: bool) -> None:
+        super().__init__(message)
+        self.index, self.ended = index, ended
+
+
+class TemplateProcess:
+    """A template worker that starts at the first request, each of which has a deadline. Threads take turns."""
+
+    def __init__(self, deadline_s: int = 10) -> None:
+        self.deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._process: Any = None
+        self._owner = 0
+
+    def ask(self, request: Mapping[str, Any], count: int, deadline_s: int | None = None) -> list[Any]:
+        """Returns the values that answer a request, of which the action yields `count`, or raises a TemplateError."""
+        deadline_s = self.deadline_s if deadline_s is None else deadline_s
+        values: list[Any] = []
+        with self._lock:
+            process = self._running()
+            try:
+                with suppress(BrokenPipeError):  # then there is no answer either
+                    process.stdin.write(json.dumps({"deadline_s": deadline_s, **request}) + "\n")
+                    process.stdin.flush()
+                while len(values) < count:
+                    line = process.stdout.readline()
+                    if not line.endswith("\n"):
+                        raise TemplateError(_ending(process.wait(), deadline_s), len(values), ended=True)
+                    answer = json.loads(line)
+                    if "error" in answer:
+                        raise TemplateError(error_line(answer["error"], 1100), len(values), ended=False)
+                    values.append(answer["value"])
+            except BaseException as error:
+                if not isinstance(error, TemplateError):  # unread answers would be taken for those to the next request
+                    process.kill()
+                    process.wait()
+                raise
+        return values
+
+    def close(self) -> None:
+        """Ends the process, which also ends with this one, unless it belongs to a parent of this process."""
+        if self._process is not None and self._owner == os.getpid():
+            with suppress(BrokenPipeError):  # nobody reads the last request any more
+                self._process.stdin.close()
+            self._process.stdout.close()
+            self._process.wait()
+        self._process = None
+
+    def _running(self) -> Any:
+        if self._owner != os.getpid() or self._process is None or self._process.poll() is not None:
+            self.close()
+            self._owner = os.getpid()
+            # -P: modules next to the worker's file must not shadow those that it imports
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C is meant for this process only
+            )
+        return self._process
+
+
+def _ending(status: int, deadline_s: int) -> str:
+    if status == -signal.SIGALRM:
+        return f"it was still running after {deadline_s} s"
+    return f"the process that runs it ended with status {status}; is there too little memory?"
+
+
+TEMPLATES = TemplateProcess()
+atexit.register(TEMPLATES.close)
+
+
 # Chat templates by name, for `GRPOConfig.chat_template`.
 CHAT_TEMPLATES = {
     "chatml": (
@@ -172,8 +259,7 @@ PROBE = "groupaxprobe"
 PROBE_CALL = {"id": "groupax00", "type": "function", "function": {"name": PROBE, "arguments": {"value": PROBE}}}
 PROBE_SCHEMA = {"type": "object", "properties": {"value": {"type": "string", "description": "Text."}}}
 PROBE_TOOL = {"type": "function", "function": {"name": PROBE, "description": "Probes.", "parameters": PROBE_SCHEMA}}
-GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-Spans = list[tuple[int, int]]  # starts and ends of parts of a text
+BATCH, BATCH_CHARACTERS = 256, 1 << 22  # largest number of conversations, and of their characters, per request
 
 
 @dataclass(frozen=True)
@@ -219,26 +305,17 @@ def render_all(
     with_images: bool = False,
 ) -> list[str]:
     """Renders several conversations (see `render`)."""
-    found = render_with_tags(tokenizer, conversations, add_generation_prompt, may_be_empty, with_images)
-    return [text for text, _ in found]
-
-
-def render_with_tags(
-    tokenizer: Any,
-    conversations: Sequence[Conversation],
-    add_generation_prompt: bool = True,
-    may_be_empty: bool = False,
-    with_images: bool = False,
-) -> list[tuple[str, Spans]]:
-    """Renders several conversations, each with the parts that the template puts between {% generation %} tags."""
+    if not conversations:
+        return []
     checked = [check_messages(each.messages, each.name, may_be_empty, with_images) for each in conversations]
-    if conversations and not tokenizer.chat_template:
+    names = [each.name for each in conversations]
+    if not tokenizer.chat_template:
         raise ValueError(
-            f"{conversations[0].name} is a list of messages, but the tokenizer has no chat template (a base model?); "
-            f"set chat_template= to one of {', '.join(CHAT_TEMPLATES)} or to a file, or give prompts as strings"
+            f"{names[0]} is a list of messages, but the tokenizer has no chat template (a base model?); set "
+            f"chat_template= to one of {', '.join(CHAT_TEMPLATES)} or to a file, or give prompts as strings"
         )
-    rendered = []
-    for each, messages in zip(conversations, checked, strict=True):
+    arguments = []
+    for each in conversations:
         name, given = each.name, each.template_kwargs
         if given:
             check_template_kwargs(given, f"{name}: chat_template_kwargs")
@@ -250,42 +327,15 @@ def render_with_tags(
                 f"{name} has tools, but the chat template does not write them, so the model would not know them; set "
                 "chat_template to a template that does, e.g. of the model's newest version, or run without tools"
             )
-        arguments = {**given, "tools": schemas, "add_generation_prompt": add_generation_prompt}
-        try:
-            text, spans = _render(tokenizer, messages, arguments)
-        except ValueError as fault:
-            raise ValueError(f"{name}: {fault}") from fault
-        _check_complete(messages, text, name)
-        rendered.append((text, spans))
-    return rendered
-
-
-def _render(tokenizer: Any, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, Spans]:
-    """Renders checked messages in the form that the template reads."""
+        arguments.append({**given, "tools": schemas, "add_generation_prompt": add_generation_prompt})
     template = _template_of(tokenizer)
-    if template is None:  # of which it is not known how it treats text parts
-        messages = [adapt_content(message, True, False) for message in messages]
-        return tokenizer.apply_chat_template(messages, tokenize=False, **arguments), []
-    special = json.dumps(tokenizer.special_tokens_map, default=str)
-    messages = [adapt_content(message, *_content_forms(template, special)) for message in messages]
-    if any(message.get("tool_calls") for message in messages) and _needs_argument_texts(template, special):
-        messages = [encode_arguments(message) for message in messages]
-    return _write(template, special, messages, arguments)
-
-
-def _write(
-    template: str, special: str, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
-) -> tuple[str, Spans]:
-    """Renders messages in the sandbox of transformers, which has no access to Python's objects."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    given = {**json.loads(special), **arguments, "return_assistant_tokens_mask": bool(GENERATION_TAG.search(template))}
-    try:
-        found: Any = render_jinja_template(conversations=[messages], chat_template=template, **given)
-    except Exception as error:  # a template raises what it likes
-        raise ValueError(f"the chat template fails: {error_line(f'{type(error).__name__}: {error}', 1100)}") from error
-    [text], spans = found
-    return text, spans[0] if spans else []
+    if template is None:
+        texts = [_render_by_tokenizer(tokenizer, *item) for item in zip(checked, names, arguments, strict=True)]
+    else:
+        texts = _render_by_template(template, tokenizer, checked, names, arguments)
+    for messages, text, name in zip(checked, texts, names, strict=True):
+        _check_complete(messages, text, name)
+    return texts
 
 
 def unknown_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> dict[str, str]:
@@ -307,18 +357,29 @@ def writes_tools(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = Non
 
     It does if it writes the name of a probe.
     """
-    messages = [{"role": "user", "content": "Hi"}]
-    template, arguments = _template_of(tokenizer), {**(template_kwargs or {}), "tools": [PROBE_TOOL]}
+    template = _template_of(tokenizer)
     if template is None:
-        return PROBE in _render(tokenizer, messages, arguments)[0]
+        messages = [{"role": "user", "content": "Hi"}]
+        text = _render_by_tokenizer(tokenizer, messages, "a probe", {**(template_kwargs or {}), "tools": [PROBE_TOOL]})
+        return PROBE in text
     special = json.dumps(tokenizer.special_tokens_map, default=str)
-    return _writes_tools(template, special, json.dumps(arguments, sort_keys=True))
+    return _writes_tools(template, special, json.dumps(template_kwargs or {}, sort_keys=True))
 
 
 @lru_cache(maxsize=64)
-def _writes_tools(template: str, special: str, arguments: str) -> bool:
-    message = adapt_content({"role": "user", "content": "Hi"}, *_content_forms(template, special))
-    return PROBE in _write(template, special, [message], json.loads(arguments))[0]
+def _writes_tools(template: str, special: str, template_kwargs: str) -> bool:
+    more = {**json.loads(special), **json.loads(template_kwargs), "tools": [PROBE_TOOL]}
+    try:
+        forms = _content_forms(template, special)
+        text = _ask_once(template, [adapt_content({"role": "user", "content": "Hi"}, *forms)], more)
+    except TemplateError as fault:
+        raise ValueError(f"the chat template fails with tools: {fault}") from fault
+    return PROBE in text
+
+
+def _ask_once(template: str, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+    batch = {"conversations": [messages], "arguments": [arguments]}
+    return TEMPLATES.ask({"action": "render", "template": template, **batch}, 1)[0]
 
 
 def _template_of(tokenizer: Any) -> str | None:
@@ -332,16 +393,57 @@ def _template_of(tokenizer: Any) -> str | None:
 
 @lru_cache(maxsize=16)
 def _variables(template: str) -> list[str]:
-    """Returns the names of the variables that a template reads and does not set itself."""
-    from jinja2 import TemplateError, meta
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        used = meta.find_undeclared_variables(environment.parse(GENERATION_TAG.sub("", template)))
-    except TemplateError as error:
-        raise ValueError(f"the chat template fails: {error_line(error)}") from error
-    return sorted(used - {*environment.globals, "raise_exception", "strftime_now"})
+        return TEMPLATES.ask({"action": "variables", "template": template}, 1)[0]
+    except TemplateError as fault:
+        raise ValueError(f"the chat template fails: {fault}") from fault
+
+
+def _render_by_tokenizer(
+    tokenizer: Any, messages: list[dict[str, Any]], name: str, arguments: Mapping[str, Any]
+) -> str:
+    """Renders by the tokenizer's own method, of which it is not known how it treats text parts."""
+    try:
+        messages = [adapt_content(message, True, False) for message in messages]
+        return tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+    except ValueError as error:
+        raise ValueError(f"{name}: the chat template fails: {error}") from error
+
+
+def _render_by_template(
+    template: str,
+    tokenizer: Any,
+    conversations: list[Any],
+    names: Sequence[str],
+    arguments: Sequence[Mapping[str, Any]],
+) -> list[str]:
+    """Renders in batches in the template process."""
+    special = json.dumps(tokenizer.special_tokens_map, default=str)
+    has_calls = any(message.get("tool_calls") for messages in conversations for message in messages)
+    try:
+        forms = _content_forms(template, special)
+        as_texts = has_calls and _needs_argument_texts(template, special)
+    except TemplateError as fault:
+        raise ValueError(f"{names[0]}: the chat template fails: {fault}") from fault
+    try:
+        conversations = [[adapt_content(message, *forms) for message in messages] for messages in conversations]
+    except ValueError as fault:
+        raise ValueError(f"{names[0]}: the chat template cannot be used: {fault}") from fault
+    if as_texts:
+        conversations = [[encode_arguments(message) for message in messages] for messages in conversations]
+    arguments = [{**json.loads(special), **more} for more in arguments]
+    texts: list[str] = []
+    while (start := len(texts)) < len(conversations):
+        size, end = 0, start
+        while end < len(conversations) and end - start < BATCH and size < BATCH_CHARACTERS:
+            size += sum(len(text) for message in conversations[end] for text in message_texts(message))
+            end += 1
+        batch = {"conversations": conversations[start:end], "arguments": arguments[start:end]}
+        try:
+            texts += TEMPLATES.ask({"action": "render", "template": template, **batch}, end - start)
+        except TemplateError as fault:
+            raise ValueError(f"{names[start + fault.index]}: the chat template fails: {fault}") from fault
+    return texts
 
 
 @lru_cache(maxsize=16)
@@ -373,8 +475,10 @@ def _needs_argument_texts(template: str, special: str) -> bool:
 def _probe(template: str, special: str, messages: list[dict[str, Any]]) -> str:
     """Returns a conversation as rendered, or "" if the template refuses it."""
     try:
-        return _write(template, special, messages, {})[0]
-    except ValueError:
+        return _ask_once(template, messages, json.loads(special))
+    except TemplateError as fault:
+        if fault.ended:
+            raise
         return ""  # if it refuses real messages too, that is reported
 
 

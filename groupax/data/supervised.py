@@ -1,5 +1,7 @@
 """Examples of supervised fine-tuning as tokens, some of them learned, and their packing. Imports no jax."""
 
+import copy
+import re
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,10 +14,14 @@ from jaxtyping import Bool, Int
 from groupax.core.settings.rollouts import check_template_kwargs
 from groupax.core.settings.sft import ExampleSettings
 from groupax.core.types import Prompt, Row
-from groupax.data.chat import GENERATION_TAG, Conversation, Spans, render_all, render_with_tags
+from groupax.data.chat import Conversation, render_all
 from groupax.data.examples import Examples, tools_of_rows
 from groupax.data.prompts import row_template_kwargs
 from groupax.data.tokenizer import encode_texts, is_conversational, rust_errors
+
+TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+START, END = "\ue0f0", "\ue0f1"  # written in place of the tags; for private use, so that texts hardly have them
+Spans = list[tuple[int, int]]
 
 
 def render_with_spans(tokenizer: Any, conversations: Sequence[Conversation]) -> tuple[list[str], list[Spans]]:
@@ -24,10 +30,14 @@ def render_with_spans(tokenizer: Any, conversations: Sequence[Conversation]) -> 
     They are what the chat template puts between {% generation %} and {% endgeneration %}. A template without these tags
     is asked for the conversation before and after each of the assistant's messages.
     """
-    found = render_with_tags(tokenizer, conversations, add_generation_prompt=False)
-    texts, spans = [text for text, _ in found], [own for _, own in found]
-    is_tagged = tokenizer.chat_template and GENERATION_TAG.search(tokenizer.get_chat_template())
-    return texts, spans if is_tagged else _spans_of_prefixes(tokenizer, conversations, texts)
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    if not TAG.search(template):
+        texts = render_all(tokenizer, conversations, add_generation_prompt=False)
+        return texts, _spans_of_prefixes(tokenizer, conversations, texts)
+    marking = copy.copy(tokenizer)
+    marking.chat_template = TAG.sub(_marker, template)
+    marked = render_all(marking, conversations, add_generation_prompt=False)
+    return [text.replace(START, "").replace(END, "") for text in marked], [_marked_spans(text) for text in marked]
 
 
 def learned_tokens(tokenizer: Any, text: str, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
@@ -44,6 +54,25 @@ def learned_tokens(tokenizer: Any, text: str, spans: Spans) -> tuple[np.ndarray,
     for start, end in spans:
         mask |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
     return np.asarray(encoded["input_ids"], np.int32), mask
+
+
+def _marker(tag: re.Match[str]) -> str:
+    """Returns a statement that writes a mark and trims the same spaces as the tag."""
+    left, is_end, right = tag.groups()
+    return f"{{%{left} if true %}}{END if is_end else START}{{% endif {right}%}}"
+
+
+def _marked_spans(text: str) -> Spans:
+    spans, start, length = [], None, 0
+    for part in re.split(f"([{START}{END}])", text):
+        if part == START:
+            start = length
+        elif part == END and start is not None:
+            spans.append((start, length))
+            start = None
+        elif part != END:
+            length += len(part)
+    return spans
 
 
 def _spans_of_prefixes(tokenizer: Any, conversations: Sequence[Conversation], texts: Sequence[str]) -> list[Spans]:

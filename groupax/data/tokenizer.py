@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -14,7 +15,7 @@ import numpy as np
 from groupax.core.storage.folders import MAX_JSON_BYTES, READ, check_links, read_json
 from groupax.core.terminal.printable import error_line, short_repr
 from groupax.core.types import Prompt
-from groupax.data.chat import CHAT_TEMPLATES, Conversation, render_all
+from groupax.data.chat import CHAT_TEMPLATES, TEMPLATES, Conversation, TemplateError, render_all
 from groupax.data.files import check_characters
 
 # Classes of tokenizers that are fully described by `tokenizer.json`.
@@ -26,6 +27,15 @@ REPLACEMENT = "\ufffd"  # decoded for the bytes of an incomplete character
 # Without any of these files transformers creates a tokenizer of special tokens only for some families.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model*", "*.model", "vocab.json", "vocab.txt", "tekken.json")
 
+# Parts of `tokenizer.json` that replace, cut and add text, and signs of those that are more than a fixed rule.
+RULES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+RISKY = re.compile(r'"(Regex|Replace|Precompiled|Prepend|continuing_subword_prefix)"|.{4096}', re.DOTALL)
+# Encoded by a new tokenizer before any other text, together with the texts that its rules name.
+TRIAL = f"{'a' * 48}! {'1' * 48}! {' ' * 48}!\n{''.join(map(chr, range(0x20, 0x530)))}"
+TRIAL += " 東京 ひらがな カタカナ 한국어 हिन्दी עברית العربية ไทย 🙂"
+TRIAL_CHARACTERS = 1 << 14  # most of the rules' texts that are encoded
+TRIAL_DEADLINE_S = 60
+
 logger = logging.getLogger(__name__)
 
 # Files that must contain a JSON object, if they exist.
@@ -36,11 +46,14 @@ def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = N
     """Loads the `transformers` tokenizer of a model folder, without running code of the folder.
 
     `chat_template` is a name in `CHAT_TEMPLATES` or a file of a template that replaces the tokenizer's own. Raises a
-    ValueError if the tokenizer is missing, damaged or Python code.
+    ValueError if the tokenizer is missing, damaged or Python code, or if it needs more time or memory for a short text
+    than any does.
     """
     folder = Path(folder)
     if folder.is_dir():
         _check_files(folder)
+        if (folder / "tokenizer.json").is_file():
+            _try_out(folder / "tokenizer.json")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if _is_generic(folder):
         # AutoTokenizer chooses by the model's type, and would split text as that family does whatever the files say; it
@@ -92,6 +105,34 @@ def _check_files(folder: Path) -> None:
                 raise ValueError(
                     f"{folder / 'tokenizer_config.json'} has {key}={short_repr(named)}, which is not one of its files"
                 )
+
+
+def _try_out(path: Path) -> None:
+    """Encodes and decodes a text in the limited process, unless the rules of `tokenizer.json` are all harmless.
+
+    Rules may be regular expressions that take forever, and replacements that make 10^12 characters of one.
+    """
+    content = read_json(path)
+    rules = json.dumps([content.get(name) for name in RULES])
+    if not RISKY.search(rules):
+        return
+    texts = " ".join(text[:1024] for text in _texts_of(json.loads(rules)))
+    request = {"action": "tokenize", "path": str(path.absolute()), "text": f"{TRIAL} {texts[:TRIAL_CHARACTERS]}"}
+    try:
+        TEMPLATES.ask(request, 1, TRIAL_DEADLINE_S)
+    except TemplateError as fault:
+        raise ValueError(
+            f"{path} cannot be used: it fails with a text of {len(request['text']):,} characters, for which {fault}; "
+            "download the file again, or do not trust it"
+        ) from fault
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts_of(each)
 
 
 def _read_optional(path: Path) -> dict[str, Any]:

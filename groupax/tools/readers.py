@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from groupax.data.chat import TEMPLATES, TemplateError
 from groupax.data.tool_arguments import read_json, skip_space
 from groupax.tools.calls import ParsedTurn, ToolCall
 
@@ -341,19 +342,16 @@ def _harmony_call(text: str, start: int, recipient: str, body: int) -> tuple[Too
 
 
 def read_by_template(template: Mapping[str, Any], text: str, prompt: str) -> ParsedTurn:
-    """Reads a turn by a response template. A turn that it cannot read is one call with a fault."""
-    from transformers.utils.chat_parsing import ResponseParser
+    """Reads a turn by a response template. A turn that it cannot read is one call with a fault.
 
+    The template's regular expressions come with a model, so they run in the process of chat templates, with its time
+    and memory limits.
+    """
+    request = {"action": "parse_response", "response_template": template, "prefix": prompt, "text": text}
     try:
-        parser = ResponseParser(dict(template), prefix=prompt)
-        parser.feed(text)
-        message, _ = parser.finalize()
-        # the character shows that what precedes it is complete
-        events = ResponseParser(dict(template), prefix=prompt).feed(text + "\0")
-    except Exception as error:  # noqa: BLE001 - a template's patterns fail in many ways
-        fault = f"the turn cannot be read: {type(error).__name__}: {str(error)[:300]}"
-        return ParsedTurn("", "", (ToolCall("", {}, fault, text),))
-    num_closed = sum(event["type"] == "region_close" and event["field"] == "tool_calls" for event in events)
+        [(message, num_closed)] = TEMPLATES.ask(request, 1)
+    except TemplateError as error:
+        return ParsedTurn("", "", (ToolCall("", {}, f"the turn cannot be read: {str(error)[:300]}", text),))
     calls = [
         replace(call_of(each.get("function", each) if isinstance(each, dict) else each), text=str(each)[:1000])
         for each in message.get("tool_calls") or []

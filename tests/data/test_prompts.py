@@ -2,6 +2,7 @@
 
 import copy
 import json
+import time
 from dataclasses import replace
 
 import pyarrow.parquet
@@ -12,7 +13,8 @@ from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model
 from groupax.cli.main import main
 from groupax.compat import trl
 from groupax.core.settings.fields import read_mapping
-from groupax.data.chat import Conversation, render, render_all
+from groupax.data import chat as chats
+from groupax.data.chat import Conversation, TemplateProcess, render, render_all
 from groupax.data.prompts import encode_examples
 from groupax.data.tokenizer import encode_prompts, load_tokenizer
 from groupax.episodes.play import Prompts
@@ -34,6 +36,8 @@ BOTH = (
 )
 TEXT = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 PARTS = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2+2?", "image": None}]
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+LOOPS_AT_D = "{% if messages[0].content == 'd' %}" + LOOPS + "{% endif %}"
 
 
 def with_template(template):
@@ -88,6 +92,8 @@ def test_content_goes_to_the_template_as_it_reads_it(template, from_text, from_p
         ),
         ("{{ ''.__class__.__mro__ }}", user("abc"), "the chat template fails: SecurityError"),
         ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", user("abc"), "fails: RecursionError"),
+        ("{{ 'a' * 10**12 }}", user("abc"), "needs more than 1024 MiB of memory"),
+        ("{% for i in range(99) %}{{ 'x' * 999999 }}{% endfor %}", user("abc"), "writes 98,999,901 characters"),
         (TEXT, user("a\ud800"), "has half of a surrogate pair"),
         (TEXT, user("abc", when={1, 2}), "has a value that JSON cannot represent"),
     ],
@@ -105,6 +111,19 @@ def test_a_template_may_leave_out_thoughts_and_change_spaces_and_capitals(qwen):
         == "A"
     )
     assert render(with_template("{{ messages | tojson }}"), user('a\n"b"'), "p").endswith('"a\\n\\"b\\""}]')
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("template", "number"), [(LOOPS, 0), ("{{ 9 ** (9 ** 9) }}", 0), (LOOPS_AT_D, 1)])
+def test_a_template_without_an_end_is_stopped_at_a_named_prompt(monkeypatch, template, number):
+    monkeypatch.setattr(chats, "TEMPLATES", process := TemplateProcess(deadline_s=1))
+    assert render(with_template(TEXT), user("abc"), "p") == "user:abc;"
+    started_s = time.monotonic()
+    with pytest.raises(ValueError, match=f"prompt {number}: the chat template fails: it was still running after 1 s"):
+        encode_prompts(with_template("{{ messages[0].content }}" + template), [user("abc"), user("d")])
+    assert time.monotonic() - started_s < 20
+    assert render(with_template(TEXT), user("abc"), "p") == "user:abc;"  # in another process
+    process.close()
 
 
 def test_many_conversations_are_written_as_transformers_writes_them(qwen):

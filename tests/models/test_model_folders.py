@@ -137,6 +137,16 @@ def both(*changes):
     return change
 
 
+def rules(**parts):
+    """Gives the tokenizer other rules."""
+    return config("tokenizer.json", **parts)
+
+
+def replaced(*patterns):
+    """Returns rules of which each replaces a pattern by a thousand "a"."""
+    return [{"type": "Replace", "pattern": {"String": each}, "content": "a" * 1000} for each in (*patterns, *"aaa")]
+
+
 def linked(name, target="/etc/passwd"):
     def change(folder):
         (folder / name).unlink(missing_ok=True)
@@ -234,6 +244,29 @@ BAD = {
         "model-00001-of-00002.safetensors without model.safetensors.index.json",
     ),
     # tokenizers
+    "tokenizer: replaces a by 10**12": (
+        rules(normalizer={"type": "Sequence", "normalizers": replaced("a")}),
+        r"fails with a text of .* characters, for which the process that runs it ended with status -6",
+    ),
+    "tokenizer: decodes to 10**12": (
+        rules(decoder={"type": "Sequence", "decoders": [{"type": "Fuse"}, *replaced("a")]}),
+        "the process that runs it ended with status -6",
+    ),
+    "tokenizer: adds 10**9 tokens": (
+        rules(
+            post_processor={
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "b", "type_id": 0}}] * 30_000,
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+                "special_tokens": {"b": {"id": "b", "ids": [1] * 30_000, "tokens": ["b"] * 30_000}},
+            }
+        ),
+        "the process that runs it ended with status -6",
+    ),
+    "tokenizer: an expression without an end": (
+        rules(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}),
+        "for which PanicException: Onig: Regex search error: retry-limit-in-match over",
+    ),
     "tokenizer: a number for a model": (config("tokenizer.json", model=3), "no tokenizer that transformers can load"),
     "tokenizer: missing": (removed("tokenizer.json"), "it has none of tokenizer.json"),
     "tokenizer: card a link out": (linked("README.md"), "is a link out of the model's folder"),
