@@ -193,7 +193,7 @@ def test_evaluations_are_sampled_as_rollouts_are():
         ({"vllm_mode": "server", "vllm_server_port": 9000}, r"server at http://127\.0\.0\.1:9000", {}),
         ({"vllm_server_host": ""}, "own engine", {"rollout_servers": (), "rollout_correction": "none"}),
         ({"vllm_tensor_parallel_size": 2}, "own engine", {"decoding_tp": 2}),
-        ({"vllm_mode": "server", "vllm_tensor_parallel_size": 2}, "sampled by the server", {"decoding_tp": 1}),
+        ({"vllm_mode": "server", "vllm_tensor_parallel_size": 2}, "the server decides how", {"decoding_tp": 1}),
         ({"vllm_importance_sampling_mode": "token_truncate"}, "own engine",
          {"rollout_correction": "token_truncate", "rollout_correction_max": 3.0}),
         ({"vllm_importance_sampling_clip_max": 2.0}, "own engine",
