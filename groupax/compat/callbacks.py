@@ -129,6 +129,8 @@ class CallbackListener:
             case CheckpointSaved(step=step):
                 self._call_all("on_save", step)
             case RunEnded(step=step):
+                if step % self.steps_per_epoch:  # the last epoch was not whole
+                    self._call_all("on_epoch_end", step)
                 self._close(step)
                 self._call_all("on_train_end", step)
             case _:

@@ -243,7 +243,7 @@ class OnlineConfig(TrainingArguments):
 
     def _vllm_settings(self) -> dict[str, Any]:
         """Returns the native settings for `use_vllm` and the other vLLM settings."""
-        url, regex = self._server_url(), self.vllm_structured_outputs_regex
+        tp, url, regex = self.vllm_tensor_parallel_size, self._server_url(), self.vllm_structured_outputs_regex
         if not self.use_vllm:  # without it vllm's settings have no effect, as in TRL
             return {}
         if url is None:
@@ -251,7 +251,11 @@ class OnlineConfig(TrainingArguments):
                 "use_vllm=True: groupax's own engine samples in the trainer's process, with the policy's own weights; "
                 "vLLM is not needed, and there is no server to start and no weights to sync"
             )
-            return {"decoding_tp": self.vllm_tensor_parallel_size, "regex": regex}
+            return {"decoding_tp": tp, "regex": regex}
+        if tp != 1:
+            warn(
+                f"vllm_tensor_parallel_size={tp} changes nothing: the server decides how it shards (groupax serve --tp)"
+            )
         warn(f"use_vllm=True: rollouts are sampled by the server at {url}; docs/serving.md says how to start one")
         return {"rollout_servers": (url,), "regex": regex}
 
