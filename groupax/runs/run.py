@@ -116,7 +116,7 @@ class Run:
             self._unseen = tempfile.TemporaryDirectory(prefix="groupax-process-")
             folder = self._unseen.name
         log_gb = args.rollout_log_gb if isinstance(args, GRPOConfig) else None
-        return RunFolder(folder, None if log_gb is None else int(log_gb * 1e9), self.emit)
+        return RunFolder(folder, None if log_gb is None else int(log_gb * 1e9))
 
     # -- its start and end ---------------------------------------------------------------------------------------
 
