@@ -193,7 +193,7 @@ class Run:
             {
                 **begun_process(trainer.start_model.mesh, saved),
                 "num_steps": trainer.num_steps,
-                "run": {**described.facts, **described.plans},
+                "run": dict(described.facts),
                 "settings": trainer.args.to_dict(),
             }
         )
@@ -292,7 +292,7 @@ class Run:
 
     @cached_property
     def described(self) -> Description:
-        """The facts, plans and findings that the trainer has of the run."""
+        """The facts and findings that the trainer has of the run."""
         return self.trainer.describe()
 
     def introduce(self) -> None:
@@ -300,5 +300,5 @@ class Run:
         if self._is_introduced:
             return
         self._is_introduced = True
-        facts = {**self.described.facts, **self.described.plans, "to watch it": f"groupax view {self.folder.uri}"}
+        facts = {**self.described.facts, "to watch it": f"groupax view {self.folder.uri}"}
         self.emit(RunDescribed(self.trainer.num_steps, facts))

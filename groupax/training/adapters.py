@@ -94,10 +94,6 @@ class AdapterLearners:
         for learner in self.each.values():
             learner.device_lock = lock
 
-    def planned_update_bytes(self, num_rows: int) -> int:
-        """Returns about how much memory of a device an update of one adapter takes for a time."""
-        return self._first.planned_update_bytes(num_rows)
-
     def restore(self, state: TrainState, reference: Params | None) -> None:
         """Continues from saved states."""
         for name, learner in self.each.items():
