@@ -49,7 +49,6 @@ TIMES = {"time/rollout_s": "sampling", "time/reward_s": "waiting for rewards", "
 TIMES_AHEAD = {"time/wait_s": "waiting for rollouts", "time/train_s": "update"}  # asynchronous rollouts
 
 Rows = Sequence[Sequence[str]]
-Curves = Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True)
