@@ -17,7 +17,7 @@ from groupax.core.storage.folders import MAX_LOG_BYTES, read_file, sync_to_disk
 from groupax.core.types import Metrics, Rollout
 from groupax.episodes.record import FOLDER as RECORDS
 from groupax.evaluation.items import Item, write_items
-from groupax.events import Emit, TokenScores, ignore
+from groupax.events import TokenScores
 from groupax.models.vision.processing import write_processor
 from groupax.rollouts.completions import json_numbers
 from groupax.runs.files import (
@@ -58,7 +58,6 @@ class RunFolder:
     Args:
         path: A folder, created if absent, or a URL; a ValueError says if it is not writable or another run works in it.
         rollout_log_bytes: Budget of `rollouts/`, in a bucket for what this process writes; None for no limit.
-        emit: Receives messages about faults of the folder.
 
     Attributes:
         path: The local folder, which stays where it is if a function changes the working directory.
@@ -71,7 +70,7 @@ class RunFolder:
         moved_aside: New location of an earlier run that was in this folder, if there was one.
     """
 
-    def __init__(self, path: str | os.PathLike[str], rollout_log_bytes: int | None = None, emit: Emit = ignore) -> None:
+    def __init__(self, path: str | os.PathLike[str], rollout_log_bytes: int | None = None) -> None:
         self.uri = str(path if is_remote(path) else Path(path).expanduser())
         self.remote = RemoteFolder(self.uri) if is_remote(path) else None
         if self.remote is None and not Path(self.uri).name:
@@ -82,7 +81,6 @@ class RunFolder:
         self.moved_aside: str | None = None
         self.command: Mapping[str, Any] | None = None
         self.id, self.is_incomplete = "", False
-        self.emit = emit
         self._lock: RunLock | None = None
         self._is_new = self._is_prepared = False  # created by the lock; has the files of a run
         self._diagnostics: list[dict[str, Any]] = []
