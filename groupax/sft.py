@@ -37,7 +37,7 @@ from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, identity_of
 from groupax.runs.checkpoints.saver import remove_download
 from groupax.runs.diagnostics import Diagnose, supervised_diagnostics
-from groupax.runs.header import data_name, model_facts, recomputation
+from groupax.runs.header import data_name, memory_facts, model_facts, recomputation
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import SFT, run_card
 from groupax.runs.progress.display import Progress, headline_text, short_number
@@ -314,7 +314,7 @@ class SFTTrainer(Trainer):
             for name, each in sets.items()
             if each.num_dropped + each.num_truncated
         ]
-        return Description(facts, warnings)
+        return Description(facts, memory_facts(self.learner, args.batch_size), warnings=warnings)
 
     def card(self) -> str:
         """Returns the card of the model."""

@@ -63,7 +63,7 @@ from groupax.runs.diagnostics import (
     setup_diagnostics,
     step_diagnostics,
 )
-from groupax.runs.header import data_name, model_facts, recomputation
+from groupax.runs.header import data_name, memory_facts, model_facts, recomputation
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import run_card
 from groupax.runs.progress.display import Progress, headline_text
@@ -473,6 +473,7 @@ class GRPOTrainer(Trainer):
         }
         return Description(
             facts,
+            memory_facts(learner, num_rows, 0 if args.rollout_servers else self.engine.planned_bytes()),
             [
                 f"{name} has prompts longer than {prompts.max_length} tokens: {prompts.num_dropped} dropped, "
                 f"{prompts.num_truncated} truncated, {len(prompts)} left"

@@ -181,6 +181,16 @@ class EngineCore:
             allowed = int(FREE_FRAC * free_memory_bytes(self.mesh))
         return replace(self._limits, max_tokens=allowed // self.bytes_per_token)
 
+    def planned_bytes(self) -> int:
+        """Returns the most that keys and values of the expected sequences take on a device, at most what is allowed."""
+        if self.expected is None:
+            return 0
+        unlimited = Plan(1 << 62, self.config.num_layers, self.max_slots)
+        shape = unlimited.first_shape(self.expected, self.num_shards)
+        needed = unlimited.planned_tokens(shape) * self.bytes_per_token
+        allowed = int(FREE_FRAC * free_memory_bytes(self.mesh)) if self.kv_bytes is None else self.kv_bytes
+        return min(needed, allowed)
+
 
 # Dims that may be replicated.
 REPLICATED_DIMS = ("vocab",)

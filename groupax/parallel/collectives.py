@@ -139,6 +139,11 @@ def on_devices(tree: Any) -> Any:
     return _moved(tree, DEVICE)
 
 
+def is_on_host(x: Any) -> bool:
+    """Returns whether an array, or the abstract shape of one, is in a host's memory."""
+    return x.sharding is not None and x.sharding.memory_kind == HOST
+
+
 def _moved(tree: Any, kind: str) -> Any:
     def move(x: jax.Array) -> jax.Array:
         if x.sharding.memory_kind == kind:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from groupax.core.settings.compute import Checkpointing, CheckpointingChoice
@@ -16,9 +17,11 @@ from groupax.models.lora import count_params
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
 from groupax.parallel.accelerators import processor_name
+from groupax.parallel.collectives import is_on_host
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import devices_of, versions
 from groupax.runs.model_card import shown_name
+from groupax.training.adapters import PolicyLearner
 
 GIT_S = 3.0  # that git may take
 
@@ -34,6 +37,21 @@ def model_facts(model: Model) -> dict[str, str]:
     }
 
 
+def memory_facts(learner: PolicyLearner, num_rows: int, cache_bytes: int = 0) -> dict[str, str]:
+    """Returns the memory that a run plans to use on each device, by label.
+
+    Weights and optimizer state are counted. Rollouts and updates, which take further memory one after the other, are
+    estimated by arithmetic, without temporary copies of the compiler.
+    """
+    frozen = learner.frozen and learner.frozen.params
+    leaves = jax.tree.leaves((learner.state, learner.policy, learner.reference, frozen))
+    arrays = {id(x): x for x in leaves if isinstance(x, jax.Array) and not is_on_host(x)}  # the rest are few numbers
+    held = sum(x.addressable_shards[0].data.nbytes for x in arrays.values())
+    rollout = f"{_size(cache_bytes)} in a rollout and " if cache_bytes else ""
+    then = f"about {rollout}{_size(learner.planned_update_bytes(num_rows))} in an update"
+    return {"planned memory": f"{_size(held)} per device for weights and optimizer, plus {then}"}
+
+
 def data_name(dataset: Any, num_rows: int) -> str:
     """Returns the source of a dataset: a file, a hub id, or the number of rows that were given in Python."""
     if isinstance(dataset, (str, os.PathLike)):
@@ -42,6 +60,10 @@ def data_name(dataset: Any, num_rows: int) -> str:
         return ", ".join(shown_name(str(each)) for each in dataset)
     name = getattr(getattr(dataset, "info", None), "dataset_name", None)
     return f"{name or 'a dataset'}, {num_rows:,} rows from Python"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
 
 
 def recomputation(choice: CheckpointingChoice, checkpointing: Checkpointing) -> dict[str, str]:

@@ -193,7 +193,7 @@ class Run:
             {
                 **begun_process(trainer.start_model.mesh, saved),
                 "num_steps": trainer.num_steps,
-                "run": dict(described.facts),
+                "run": {**described.facts, **described.plans},
                 "settings": trainer.args.to_dict(),
             }
         )
@@ -291,7 +291,7 @@ class Run:
 
     @cached_property
     def described(self) -> Description:
-        """The facts and findings that the trainer has of the run."""
+        """The facts, plans and findings that the trainer has of the run."""
         return self.trainer.describe()
 
     def introduce(self) -> None:
@@ -299,5 +299,5 @@ class Run:
         if self._is_introduced:
             return
         self._is_introduced = True
-        facts = {**self.described.facts, "to watch it": f"groupax view {self.folder.uri}"}
+        facts = {**self.described.facts, **self.described.plans, "to watch it": f"groupax view {self.folder.uri}"}
         self.emit(RunDescribed(self.trainer.num_steps, facts))

@@ -39,6 +39,7 @@ class Description:
     """The facts of a run that a user should know before its first step, most of them by label."""
 
     facts: Mapping[str, str]  # which its record has too
+    plans: Mapping[str, str]  # the memory that it plans to use; likewise
     warnings: Sequence[str] = ()  # texts
     findings: Mapping[str, str] = field(default_factory=dict)  # what is wrong with its settings (see `diagnostics`)
 

@@ -165,6 +165,15 @@ class Learner:
         """Tokens of a micro-batch on one device: the setting, or what fits when the first one is packed."""
         return self.settings.micro_batch_tokens or self._memory().fitting_tokens(self.execution.checkpointing)
 
+    def planned_update_bytes(self, num_rows: int) -> int:
+        """Returns about how much memory of a device an update takes for a time: gradients and activations."""
+        memory, checkpointing = self._memory(), self.execution.checkpointing
+        tokens = self.settings.micro_batch_tokens or memory.fitting_tokens(checkpointing)
+        most = -(-num_rows // self.num_shards) * memory.longest_row
+        leaves = [x for x in jax.tree.leaves(self.state.params) if isinstance(x, jax.Array)]
+        gradients = sum(4 * math.prod(x.sharding.shard_shape(x.shape)) for x in leaves)
+        return gradients + min(max(tokens, memory.longest_row), most) * memory.bytes_per_token(checkpointing)
+
     def restore(self, state: TrainState, reference: Params | None) -> None:
         """Continues from a saved state; the reference stays as it is if there is none."""
         if self.settings.offload_optimizer:

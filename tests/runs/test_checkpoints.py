@@ -166,6 +166,8 @@ FAULTS = [
     (lose_a_file, "damaged: optimizer/manifest.ocdbt is missing"),
     (cut_off_the_checksums, "SHA256SUMS does not list params/.*: it is damaged"),
     (lambda folder: change_state(folder, format=99), "has format 99, written by groupax"),
+    (lambda folder: change_state(folder, remove=("format",)), "its state.json has no format"),
+    (lambda folder: change_state(folder, remove=("cursor", "log")), "its state.json has no cursor, log"),
 ]
 
 

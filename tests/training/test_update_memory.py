@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from groupax import GRPOConfig, init_model
+from groupax.engine import batch
 from groupax.models.decoder import PassOptions, forward
 from groupax.models.execution import Execution, FusedAttention
 from groupax.models.families import read_config
@@ -19,6 +20,8 @@ from groupax.runs.checkpoints.record import restore_learner, start_writing, stat
 from groupax.training.learner import Learner
 from groupax.training.memory import LEAST_FIRST, UpdateMemory
 from tests.conftest import TINY, one_device_mesh
+
+from .test_trainer import a_trainer
 
 TOKENS = 48
 QWEN3_06B = {**TINY, "model_type": "qwen3", "vocab_size": 128, "hidden_size": 1024, "intermediate_size": 3072}
@@ -156,6 +159,22 @@ def test_a_resumed_run_keeps_its_choice(monkeypatch, tmp_path):
     other = a_learner(monkeypatch, float("inf"), gradient_checkpointing="full")
     restore_learner(other, tmp_path, state)
     assert other.execution.checkpointing == "full", "what is set is done"
+
+
+@pytest.mark.heavy
+def test_the_cache_of_a_rollout_is_as_large_as_planned(tmp_path, monkeypatch):
+    engine = (trainer := a_trainer(tmp_path)).engine
+    seen = []
+
+    def decode_chunk(params, cache, *others, **options):
+        arrays = jax.tree.leaves((cache.prompt_k, cache.prompt_v, cache.k, cache.v))
+        seen.append(sum(x.addressable_shards[0].data.nbytes for x in arrays))
+        return decode(params, cache, *others, **options)
+
+    decode = batch.decode_chunk
+    monkeypatch.setattr(batch, "decode_chunk", decode_chunk)
+    trainer.train()
+    assert 0 < max(seen) <= engine.planned_bytes() < 4 * max(seen)
 
 
 @pytest.mark.parametrize(("checkpointing", "runs"), [("none", 1), ("all_dots", 1), ("dots", 2), ("full", 2)])

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 from groupax.core.storage.buckets import RemoteFolder, is_remote
 from groupax.events import Emit, Message
 from groupax.runs.checkpoints.fingerprint import Identity, describe, differences, incompatible
-from groupax.runs.checkpoints.store import CHECKSUMS, HF, OWN, LocalStore, RemoteStore, Store, damage
+from groupax.runs.checkpoints.store import CHECKSUMS, HF, OWN, STATE, LocalStore, RemoteStore, Store, damage
 
 FORMAT = 6  # of `state.json`
+# Required entries of a state of that format.
+ENTRIES = {"cursor", "devices", "identity", "learner", "log", "metrics_bytes", "model", "rollout", "versions"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,15 +159,18 @@ def _check(saved: Saved, identity: Identity, emit: Emit) -> None:
 
 def _unreadable(saved: Saved) -> str:
     """Returns why this groupax cannot continue an undamaged checkpoint; empty if it can."""
-    found = saved.state.get("format")
-    if found == FORMAT:
-        return ""
-    versions = saved.state.get("versions")
-    version = versions.get("groupax") if isinstance(versions, Mapping) else None
-    return (
-        f"the checkpoint {saved.where} has format {found!r}, written by groupax {version}, and this groupax reads "
-        f"{FORMAT}; its weights can be exported (groupax checkpoints RUN_DIR export)"
-    )
+    state = saved.state
+    if "format" not in state:
+        return f"the checkpoint {saved.where} is damaged: its {STATE} has no format"
+    if state["format"] != FORMAT:
+        versions = state.get("versions")
+        version = versions.get("groupax") if isinstance(versions, Mapping) else None
+        return (
+            f"the checkpoint {saved.where} has format {state['format']!r}, written by groupax {version}, and this "
+            f"groupax reads {FORMAT}; its weights can be exported (groupax checkpoints RUN_DIR export)"
+        )
+    missing = sorted(ENTRIES - state.keys())
+    return f"the checkpoint {saved.where} is damaged: its {STATE} has no {', '.join(missing)}" if missing else ""
 
 
 def _there_are(store: Store, run: str) -> str:
