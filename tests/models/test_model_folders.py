@@ -157,10 +157,6 @@ def overlapping(content):
     return content
 
 
-def in_both(whole):
-    return whole | dict.fromkeys(list(whole)[:1], "b.safetensors")
-
-
 EMBED = "model.embed_tokens.weight"
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -223,7 +219,6 @@ BAD = {
         "names '../../../../etc/passwd', which is not a safetensors file in its folder",
     ),
     "index: a missing file": (with_index(lambda m: m | {"x": "c.safetensors"}), r"names c\.safetensors, which is mis"),
-    "index: other file": (with_index(in_both), "says that 'b.safetensors' contains"),
     "index: map a list": (raw("model.safetensors.index.json", '{"weight_map": ["a"]}'), r"weight_map=\['a'\]"),
     "two sets: a file and shards": (
         both(copied("model.safetensors", "kept"), with_index(lambda m: m), copied("kept", "model.safetensors")),
