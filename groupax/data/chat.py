@@ -379,11 +379,15 @@ def _probe(template: str, special: str, messages: list[dict[str, Any]]) -> str:
 
 
 def _check_complete(messages: Sequence[Mapping[str, Any]], text: str, name: str) -> None:
-    """Refuses a text that lacks a message of the system or the user, which a template may write as JSON."""
+    """Refuses a text that lacks a message, which a template may write as JSON; of a tool's result a word is enough.
+
+    The assistant's are exempt, since templates leave out its thoughts.
+    """
     for number, message in enumerate(messages, 1):
-        contents = [] if message["role"] in ("assistant", "tool") else message_texts(message)
+        contents = [] if message["role"] == "assistant" else message_texts(message)
         for content in contents:
-            if content in text:
+            is_result = message["role"] == "tool"
+            if content in text or (is_result and any(word in text for word in re.findall(r"\w+", content))):
                 continue
             forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
             if not any(_squeeze(form) in _squeeze(text) for form in forms):

@@ -351,8 +351,7 @@ def read_by_template(template: Mapping[str, Any], text: str, prompt: str) -> Par
         # the character shows that what precedes it is complete
         events = ResponseParser(dict(template), prefix=prompt).feed(text + "\0")
     except Exception as error:  # noqa: BLE001 - a template's patterns fail in many ways
-        fault = f"the turn cannot be read: {type(error).__name__}: {str(error)[:300]}"
-        return ParsedTurn("", "", (ToolCall("", {}, fault, text),))
+        return ParsedTurn("", "", (ToolCall("", {}, f"the turn cannot be read: {error!r:.300}", text),))
     num_closed = sum(event["type"] == "region_close" and event["field"] == "tool_calls" for event in events)
     calls = [
         replace(call_of(each.get("function", each) if isinstance(each, dict) else each), text=str(each)[:1000])
