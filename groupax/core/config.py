@@ -141,16 +141,6 @@ class _Settings:
         changed = (f"{name}={value!r}" for name, value in settings.items() if value != defaults[name])
         return f"{type(self).__name__}({', '.join(changed)})"
 
-    def _repr_html_(self) -> str:
-        """Returns the settings that differ from their defaults as a table, for notebooks."""
-        from groupax.core.terminal.tables import details_html, table_html
-
-        settings, defaults = self.to_dict(), type(self)().to_dict()
-        changed = [(name, value, defaults[name]) for name, value in settings.items() if value != defaults[name]]
-        head = ("setting", "value", "default")
-        rest = table_html([(name, value) for name, value in settings.items()], head[:2])
-        return table_html(changed, head, type(self).__name__) + details_html("all settings", rest)
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as plain data, functions as "module:function" references."""
         settings = {field.name: getattr(self, field.name) for field in _fields(self)}

@@ -483,13 +483,18 @@ def _probe(template: str, special: str, messages: list[dict[str, Any]]) -> str:
 
 
 def _check_complete(messages: Sequence[Mapping[str, Any]], text: str, name: str) -> None:
-    """Refuses a text that lacks a message of the system or the user, which a template may write as JSON."""
-    squeezed = _squeeze(text)
+    """Refuses a text that lacks a message, which a template may write as JSON; of a tool's result a word is enough.
+
+    The assistant's are exempt, since templates leave out its thoughts.
+    """
     for number, message in enumerate(messages, 1):
-        contents = [] if message["role"] in ("assistant", "tool") else message_texts(message)
+        contents = [] if message["role"] == "assistant" else message_texts(message)
         for content in contents:
-            quoted = (json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
-            if not any(_squeeze(form) in squeezed for form in (content, *quoted)):
+            is_result = message["role"] == "tool"
+            if content in text or (is_result and any(word in text for word in re.findall(r"\w+", content))):
+                continue
+            forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
+            if not any(_squeeze(form) in _squeeze(text) for form in forms):
                 raise ValueError(
                     f"{name}: the chat template leaves out message {number} of {len(messages)}, which has the role "
                     f"{message['role']!r}: {content.strip()!r:.100}; move its text to a message of another role, or "

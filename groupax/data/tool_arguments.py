@@ -119,7 +119,7 @@ def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any], is_
         ValueError: An argument is wrong, with a text for the model.
     """
     check = _check_of(schema, arguments)
-    is_closed = not check.root.get("additionalProperties") and not DESCRIBING & check.root.keys()
+    is_closed = check.root.get("additionalProperties", False) is False and not DESCRIBING & check.root.keys()
     _check_names(check, check.root, arguments, check.owner, is_closed)
     return {name: _argument(check, name, value, is_text) for name, value in arguments.items()}
 

@@ -21,7 +21,7 @@ from groupax.parallel.collectives import is_on_host
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import devices_of, versions
 from groupax.runs.model_card import shown_name
-from groupax.training.adapters import PolicyLearner
+from groupax.training.learner import Learner
 
 GIT_S = 3.0  # that git may take
 
@@ -37,7 +37,7 @@ def model_facts(model: Model) -> dict[str, str]:
     }
 
 
-def memory_facts(learner: PolicyLearner, num_rows: int, cache_bytes: int = 0) -> dict[str, str]:
+def memory_facts(learner: Learner, num_rows: int, cache_bytes: int = 0) -> dict[str, str]:
     """Returns the memory that a run plans to use on each device, by label.
 
     Weights and optimizer state are counted. Rollouts and updates, which take further memory one after the other, are

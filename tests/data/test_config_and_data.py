@@ -90,7 +90,6 @@ def test_trls_names_point_to_ours():
         ({"mesh": "-1,-1,1,1,1"}, "one may be -1 for the rest"),
         ({"mesh": "0,1,1,1,1"}, "at least 1"),
         ({"mesh_dcn": "2,-1,1,1,1"}, r"mesh_dcn must be numbers of slices, all at least 1, got '2,-1,1,1,1'"),
-        ({"decoding_tp": 2, "base_weights": "nf4"}, "base_weights 'nf4' are replicated on every device"),
         ({"decoding_tp": 2, "base_weights": "nf4", "lora_r": 4}, "base_weights 'nf4' are replicated on every device"),
         (
             {"decoding_tp": 2, "max_staleness": 1, "rollout_correction": "token_truncate"},

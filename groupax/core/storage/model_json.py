@@ -175,10 +175,3 @@ def _validate_rope(table: Any, where: str) -> dict[str, Any]:
     table = validate({key: value for key, value in table.items() if value is not None}, ROPE, where)
     kinds = [kind for kind in ("full_attention", "sliding_attention") if table.get(kind)]
     return table | {kind: _validate_rope(table[kind], f"{kind} of {where}") for kind in kinds}
-
-
-def out_of_vocabulary(content: Mapping[str, Any], vocab_size: int) -> list[int]:
-    """Returns the end-of-sequence tokens of a file that are outside of a model's vocabulary."""
-    tokens = content.get("eos_token_id")
-    tokens = tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
-    return [token for token in tokens if token >= vocab_size]

@@ -1,6 +1,5 @@
 """Loading of models and adapters from Hugging Face folders. Never unpickles, never runs remote code."""
 
-import logging
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -15,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from groupax.core.settings.optimizer import BaseWeights
 from groupax.core.storage.folders import ADAPTER_NAME, read_json, resolve_folder
-from groupax.core.storage.model_json import GENERATION, out_of_vocabulary, validate
+from groupax.core.storage.model_json import GENERATION, validate
 from groupax.core.terminal.printable import short_repr
 from groupax.models.adapted import FrozenBase, apply_adapter
 from groupax.models.config import ModelConfig
@@ -35,8 +34,6 @@ from groupax.models.weights.tensor_files import (
     own_tensors,
 )
 from groupax.parallel.mesh import check_divisible, default_mesh, format_mesh
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -159,13 +156,6 @@ def _read_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any], ModelC
         config = read_config(without_nf4(hf_config))
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    for name, content in (("config.json", hf_config), ("generation_config.json", generation_config)):
-        outside = out_of_vocabulary(content, config.vocab_size)
-        if outside:
-            logger.warning(
-                "%s names the end-of-sequence tokens %s, but the vocabulary has %s tokens: they end no completion",
-                *(folder / name, short_repr(outside), config.vocab_size),
-            )
     return hf_config, generation_config, config
 
 
