@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from groupax.core.errors import RunError
-from groupax.core.settings.sampling import SAMPLER, SamplingParams
+from groupax.core.settings.sampling import SAMPLER
 from groupax.engine.sequence import Sequence as Completion
 from groupax.models.config import ModelConfig
 from groupax.models.lora import Adapter, adapter_config_dict, adapter_specs
