@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -130,7 +130,7 @@ def _resolve(item: Any, tokenizer: Any, columns: Sequence[str], taken_names: Seq
         return Reward(name, model.rewards, on_device=True)
     return Reward(
         name,
-        function,
+        cast(Callable[..., Any], function),
         takes=_checked_arguments(name, function, columns, renamed, set(options)),
         is_async=inspect.iscoroutinefunction(core) or inspect.iscoroutinefunction(type(core).__call__),
         columns=dict(renamed),
