@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import re
 import signal
 import subprocess
 import sys

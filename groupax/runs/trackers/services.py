@@ -9,7 +9,7 @@
 import html
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupax.core.terminal.printable import printable
