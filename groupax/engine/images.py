@@ -75,7 +75,7 @@ class AdmittedImages:
     blocks: Int[Any, "P S"] | None = None
 
     def inputs(self, row: Array, first: Array, size: tuple[int, int], positions: Array) -> tuple[ImageInputs, Array]:
-        """Returns the image inputs of a piece of the prompts: of so many rows and columns from the first ones on.
+        """Returns the image inputs of a piece of the prompts: `size` rows and columns from `row` and `first` on.
 
         Args:
             positions: Positions of its tokens in the sequence, which are returned where the images have no others.
