@@ -174,6 +174,7 @@ BAD = {
     # sizes
     "layers: 10**9": (config(num_hidden_layers=10**9), "num_hidden_layers=1000000000; it must be a whole number"),
     "layers: 200": (config(num_hidden_layers=200), "lacks 1782 weights"),
+    "layers: 4096": (config(num_hidden_layers=4096), "lacks 10000 or more weights"),
     "layers: one too many": (config(num_hidden_layers=3), "lacks 9 weights"),
     "layers: missing": (removed("config.json", "num_hidden_layers"), "lacks num_hidden_layers"),
     "hidden_size: 64.5": (config(hidden_size=64.5), r"hidden_size=64\.5; it must be a whole number"),

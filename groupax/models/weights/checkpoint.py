@@ -255,6 +255,7 @@ def _replicated(mesh: Mesh) -> NamedSharding:
 
 # Tensors that some exporters write and no forward pass needs.
 DERIVED = re.compile(r"rotary_emb\.inv_freq$")
+MANY = 10_000  # missing weights that are counted; a false config.json has millions
 
 
 def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized: set[str]) -> None:
@@ -266,10 +267,10 @@ def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized
     Raises:
         ValueError: A weight is missing, unknown, or of another shape or dtype.
     """
-    missing = (name for spec in spec_leaves(config) for name in spec.tensor_names if name not in tensors)
-    if first := [*islice(missing, 4)]:  # they are counted one by one, since a false config.json has millions
-        num_missing = len(first) + sum(1 for _ in missing)
-        raise ValueError(f"{folder} lacks {num_missing} weights of its config.json: {', '.join(first)} ...")
+    names = (name for spec in spec_leaves(config) for name in spec.tensor_names)
+    if missing := [*islice((name for name in names if name not in tensors), MANY)]:
+        number = f"{len(missing)}{' or more' * (len(missing) == MANY)}"
+        raise ValueError(f"{folder} lacks {number} weights of its config.json: {', '.join(missing[:4])} ...")
     specs = {name: spec for spec in spec_leaves(config) for name in spec.tensor_names}
     for name, spec in specs.items():
         if name in quantized:
