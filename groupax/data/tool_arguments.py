@@ -143,7 +143,7 @@ def _check_of(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> _Check
 
 def _argument(check: _Check, name: str, value: Any, is_text: bool) -> Any:
     """Returns the value of an argument; of a text, what it stands for if the schema takes that."""
-    schema = _mapping(check.root, "properties").get(name, check.root.get("additionalProperties"))
+    schema = _mapping(check.root, "properties").get(name, check.root.get("additionalProperties") or None)
     if schema is None:
         return value
     where = f"the argument {name!r:.80}"
@@ -303,7 +303,7 @@ def _check_names(
 
 def _resolved(root: Mapping[str, Any], ref: str) -> Any:
     """Returns the schema to which a reference refers; True, which takes anything, if that is not within the schema."""
-    found: Any = root if ref.startswith("#") else None
+    found: Any = root if ref.partition("/")[0] == "#" else None
     for part in ref.split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
         found = found.get(name) if isinstance(found, Mapping) else None

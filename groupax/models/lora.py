@@ -5,7 +5,6 @@ The settings have PEFT's names and meaning. An adapter's weights are listed in o
 """
 
 import math
-import re
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,10 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import regex
 from jaxtyping import Array, Key
 from safetensors.numpy import save_file
 
-from groupax.core.settings.fields import check_range, check_type, nearest, ranged
+from groupax.core.settings.fields import as_given, check_range, check_type, nearest, ranged
 from groupax.core.settings.optimizer import LoRABias
 from groupax.core.storage.folders import ADAPTER_NAME, at_revision, split_revision
 from groupax.core.terminal.printable import short_repr
@@ -30,6 +30,7 @@ from groupax.models.weights.quantize import dense
 from groupax.models.weights.tensor_files import INDEX_NAME, SINGLE_NAME, TensorFile, check_finite
 from groupax.parallel.collectives import to_device
 
+PATTERN_TIMEOUT_S = 2.0
 ALL_LINEAR = "all-linear"
 # The modules that PEFT adapts in these families by default.
 PEFT_DEFAULT = ("q_proj", "v_proj")
@@ -71,7 +72,7 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
+            value = as_given(getattr(self, field.name), field.type)
             if isinstance(value, (list, set, frozenset)):
                 value = tuple(value) if isinstance(value, list) else tuple(sorted(value))
             check_type(field.name, value, field.type)
@@ -239,10 +240,12 @@ def _match_modules(names: str | Iterable[str], modules: Mapping[str, Spec], sett
 
 
 def _full_match(pattern: str, name: str, setting: str) -> bool:
+    """Matches a name against a regular expression. It may be untrusted, and some take forever."""
     try:
-        return re.fullmatch(pattern, name) is not None
-    except (re.error, RecursionError) as error:
-        raise ValueError(f"{setting} {short_repr(pattern)} cannot be used as a regular expression: {error}") from error
+        return regex.fullmatch(pattern, name, timeout=PATTERN_TIMEOUT_S) is not None
+    except (regex.error, TimeoutError, RecursionError) as error:
+        reason = str(error) or f"matching takes longer than {PATTERN_TIMEOUT_S} s"
+        raise ValueError(f"{setting} {short_repr(pattern)} cannot be used as a regular expression: {reason}") from error
 
 
 def _endings(modules: Iterable[str]) -> str:

@@ -52,6 +52,7 @@ def test_trls_names_point_to_ours():
         ({"top_p": 1.5}, "top_p must be between 1e-06 and 1, got 1.5"),
         ({"learning_rate": float("nan")}, "learning_rate must be between 0 and 1000, got nan"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens must be between 1 and 1,000,000,000 or None, got 0"),
+        ({"delta": 4.0, "loss_type": "sapo"}, "delta 4.0 has no effect with loss_type 'sapo'; leave it unset"),
         ({"delta": 0.28}, "far above the clipping at 1.2, .* it is 0.28"),
         ({"learning_rate": "fast"}, "learning_rate must be a number, got 'fast'"),
         ({"max_steps": True}, "max_steps must be a whole number, got True"),

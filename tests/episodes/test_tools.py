@@ -284,6 +284,11 @@ def test_objects_with_properties_are_checked_inside():
     with pytest.raises(ValueError, match="the argument 'place' has no argument 'y'"):
         check_arguments(schema, {"place": {"x": 1, "y": 2}})
     assert check_arguments({"function": {"name": "go"}}, {}) == {}
+    parameters |= {"patternProperties": {"^x-": {}}, "additionalProperties": False}
+    assert check_arguments(schema, {"x-y": "1"}, True) == {"x-y": "1"}
+    place = {"type": "object", "properties": {"place": {"$ref": "#place"}}, "required": ["place"]}
+    schema = {"function": {"name": "go", "parameters": place}}
+    assert check_arguments(schema, {"place": "here"}) == {"place": "here"}, "what is not within the schema is anything"
 
 
 INTEGER, STRING, NULL = {"type": "integer"}, {"type": "string"}, {"type": "null"}

@@ -174,6 +174,7 @@ BAD = {
     # sizes
     "layers: 10**9": (config(num_hidden_layers=10**9), "num_hidden_layers=1000000000; it must be a whole number"),
     "layers: 200": (config(num_hidden_layers=200), "lacks 1782 weights"),
+    "layers: 4096": (config(num_hidden_layers=4096), "lacks 10000 or more weights"),
     "layers: one too many": (config(num_hidden_layers=3), "lacks 9 weights"),
     "layers: missing": (removed("config.json", "num_hidden_layers"), "lacks num_hidden_layers"),
     "hidden_size: 64.5": (config(hidden_size=64.5), r"hidden_size=64\.5; it must be a whole number"),
@@ -195,6 +196,7 @@ BAD = {
     "architectures: 5": (config(architectures=5), "architectures=5; it must be a list"),
     "attention_bias: 1": (config(attention_bias=1), "attention_bias=1; it must be true or false"),
     "quantization_config: list": (config(quantization_config=[1]), "quantization_config="),
+    "dtype: unknown": (config(dtype="int8"), "dtype='int8'; it must be float32, bfloat16 or float16"),
     "eos_token_id: text": (config(eos_token_id="x"), "eos_token_id='x'"),
     "generation: temperature": (config("generation_config.json", temperature="hot"), "temperature='hot'"),
     # config.json as a file
@@ -280,6 +282,10 @@ BAD_ADAPTER = {
     "rank: 10**9": (config("adapter_config.json", r=10**9), "has shape"),
     "alpha: NaN": (config("adapter_config.json", lora_alpha=float("nan")), "lora_alpha must be .*, got nan"),
     "targets: no expression": (config("adapter_config.json", target_modules="("), "as a regular expression"),
+    "targets: an expression without end": (
+        config("adapter_config.json", target_modules="(.|.)*(.|.)*(.|.)*(.|.)*!"),
+        "takes longer than|matches no module",
+    ),
     "weights: missing": (removed("adapter_model.safetensors"), "pickled adapters are never loaded"),
     "weights: NaN": (
         tensors(lambda t: {k: np.full_like(v, np.nan) for k, v in t.items()}, "adapter_model.safetensors"),

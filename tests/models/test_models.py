@@ -65,10 +65,15 @@ def test_a_tied_head_that_is_there_too_and_the_same_is_the_embedding(tmp_path, t
 
 
 def test_a_tied_head_that_differs_is_refused(tmp_path, tiny_model):
-    for name, change in (("shorter", lambda head: head[:-1]), ("other", lambda head: head + 1)):
+    differ = f"{HEAD} and {EMBEDDING} differ; set tie_word_embeddings to false"
+    for name, change, fault in (
+        ("shorter", lambda head: head[:-1], r"lm_head.weight has shape \[95, 32\], config.json says \[96, 32\]"),
+        ("other", lambda head: head + 1, differ),
+        ("integers", lambda head: head.astype(np.int32), "lm_head.weight has dtype I32"),
+    ):
         folder = save_model(tiny_model, tmp_path / name)
         rewritten(folder, lambda tensors, change=change: {**tensors, HEAD: change(tensors[EMBEDDING])})
-        with pytest.raises(ValueError, match=f"{HEAD} and {EMBEDDING} differ; set tie_word_embeddings to false"):
+        with pytest.raises(ValueError, match=fault):
             load_model(folder)
 
 
@@ -195,6 +200,8 @@ def test_a_run_folder_is_no_model_folder_and_the_message_names_its_model(tmp_pat
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "sections": [1]}}, "sections=.* not apply"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}, "needs 4 factors"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"model_type": "glm4", "partial_rotary_factor": 1e9}, "need 2 to 128 dims of a head"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": [6]}, r"sliding_window_pattern=\[6\]"),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
             r"layer_types has \['sliding_attention'\]; supported for llama are full",

@@ -100,6 +100,8 @@ class LossSettings:
                 f"for loss_type 'cispo' epsilon_high caps the ratio itself; it is not set, and epsilon = {self.epsilon}"
                 " instead would weaken every on-policy token; set it, e.g. epsilon_high=5.0"
             )
+        if self.delta is not None and self.loss_type in UNCLIPPED:
+            raise ValueError(f"delta {self.delta} has no effect with loss_type {self.loss_type!r}; leave it unset")
         if self.delta is not None and self.loss_type in CLIPPED and not self.delta > 1 + self.upper_epsilon:
             raise ValueError(
                 f"delta bounds the ratio of tokens with negative advantage far above the clipping at "

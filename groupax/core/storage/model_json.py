@@ -59,6 +59,7 @@ TOKENS = Kind(
     f"{TOKEN.description}, or a list of them",
     lambda value: all(map(TOKEN.accepts, value if isinstance(value, list) else [value])),
 )
+DTYPE = Kind("float32, bfloat16 or float16", lambda value: value in ("float32", "bfloat16", "float16"))
 ANY = Kind("anything", lambda _: True)
 
 
@@ -106,7 +107,8 @@ CONFIG = _table(
     (TEXT, "hidden_act? hidden_activation? model_type"),
     (list_of(TEXT), "architectures? layer_types?"),
     (list_of(NUMBERED), "full_attn_idxs? mlp_only_layers? moe_layers? no_rope_layers?"),
-    (ANY, "attn_temperature_tuning dtype sliding_window_pattern torch_dtype"),
+    (DTYPE, "dtype? torch_dtype?"),
+    (ANY, "attn_temperature_tuning sliding_window_pattern"),
 )
 # The `vision_config` of models that see images; sizes may not be pairs.
 VISION = _table(

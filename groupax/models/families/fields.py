@@ -116,11 +116,13 @@ def every_nth_is_full(hf: Mapping[str, Any], period: int) -> Callable[[int], boo
     """Returns the rule by which all layers but every n-th slide; n is the file's pattern, or else the family's.
 
     Raises:
-        ValueError: It is a string and the file has no `layer_types`, which transformers does not support either.
+        ValueError: It is no number and the file has no `layer_types`, which transformers does not support either.
     """
     period = hf.get("sliding_window_pattern") or period
-    if isinstance(period, str) and not hf.get("layer_types"):
-        raise ValueError(f"config.json has sliding_window_pattern={period!r} and no layer_types; list the layers there")
+    if not isinstance(period, int) and not hf.get("layer_types"):
+        raise ValueError(
+            f"config.json has sliding_window_pattern={short_repr(period)} and no layer_types; list the layers there"
+        )
     return lambda index: (index + 1) % period != 0
 
 
@@ -278,8 +280,8 @@ def read_rope(
             f"config.json has partial_rotary_factor={fraction}; groupax supports only 1 for {hf['model_type']}"
         )
     dims = int(head_dim * fraction)
-    if dims < 2:
-        raise ValueError(f"rotary embeddings need at least 2 dims of a head; config.json leaves {dims} of {head_dim}")
+    if not 2 <= dims <= head_dim:
+        raise ValueError(f"rotary embeddings need 2 to {head_dim} dims of a head; config.json says {dims}")
     scaling, scale = _scaling(parameters)
     if parameters.left:
         entries = ", ".join(f"{key}={short_repr(value)}" for key, value in sorted(parameters.left.items()))

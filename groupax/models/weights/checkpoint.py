@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
@@ -135,11 +136,14 @@ def load_model(
         tensors[embedding] = tensors[HEAD]  # the name that the file has for both
     quantized = {name for name in tensors if in_4_bits and f"{name}.{FURTHER[0]}" in tensors}
     check_tensors(config, tensors, folder, quantized)
-    if is_tied and HEAD in tensors and not np.array_equal(tensors[HEAD].whole(), tensors[embedding].whole()):
-        raise ValueError(
-            f"{folder}: config.json ties the head to the embedding, but {HEAD} and {embedding} differ; set "
-            "tie_word_embeddings to false there, so that they are two weights"
-        )
+    if is_tied and HEAD in tensors:
+        tensors[HEAD].check(tensors[embedding].shape, f"{folder}: {HEAD}")
+        if not np.array_equal(tensors[HEAD].whole(), tensors[embedding].whole()):
+            raise ValueError(
+                f"{folder}: config.json ties the head to the embedding, but {HEAD} and {embedding} differ; set "
+                "tie_word_embeddings to false there, so that they are two weights"
+            )
+        tensors[HEAD].close()
     mesh = mesh or default_mesh(4 * num_params(config))
     _check_mesh(config, mesh, replicated, in_4_bits or weights != "same")
     load = make_weight_loader(mesh, tensors, dtype, weights, quantized)
@@ -251,6 +255,7 @@ def _replicated(mesh: Mesh) -> NamedSharding:
 
 # Tensors that some exporters write and no forward pass needs.
 DERIVED = re.compile(r"rotary_emb\.inv_freq$")
+MANY = 10_000  # missing weights that are counted; a false config.json has millions
 
 
 def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized: set[str]) -> None:
@@ -262,10 +267,11 @@ def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized
     Raises:
         ValueError: A weight is missing, unknown, or of another shape or dtype.
     """
+    names = (name for spec in spec_leaves(config) for name in spec.tensor_names)
+    if missing := [*islice((name for name in names if name not in tensors), MANY)]:
+        number = f"{len(missing)}{' or more' * (len(missing) == MANY)}"
+        raise ValueError(f"{folder} lacks {number} weights of its config.json: {', '.join(missing[:4])} ...")
     specs = {name: spec for spec in spec_leaves(config) for name in spec.tensor_names}
-    missing = [name for name in specs if name not in tensors]
-    if missing:
-        raise ValueError(f"{folder} lacks {len(missing)} weights of its config.json: {', '.join(missing[:4])} ...")
     for name, spec in specs.items():
         if name in quantized:
             _check_quantized(name, spec, tensors, folder)
