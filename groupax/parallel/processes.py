@@ -206,7 +206,8 @@ def _answering() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RunError(f"jax's coordination service in process 0 does not answer: {error}") from error
+        why = str(error).partition("\n")[0]
+        raise RunError(f"jax's coordination service in process 0 does not answer: {why}") from error
 
 
 def end_now() -> None:
