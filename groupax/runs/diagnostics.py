@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from groupax.core.config import GRPOConfig
-from groupax.core.settings.objective import WEIGHTED_BY_LENGTH
+from groupax.core.settings.objective import UNCLIPPED, WEIGHTED_BY_LENGTH
 from groupax.core.types import Metrics
 from groupax.events import Diagnosed, Emit, Evaluated, Event, RolloutScored, StepEnded
 
@@ -30,7 +30,7 @@ SEVERITIES: dict[str, Severity] = {
     **dict.fromkeys(("reward_hacking", "learning_rate_zero", "environment_failures"), "error"),
     **dict.fromkeys(("filter_budget", "few_prompts", "all_truncated", "length_explosion", "logp_drift"), "warning"),
     **dict.fromkeys(("no_eos", "decoding_weights", "sequence_weights"), "warning"),
-    **dict.fromkeys(("metric_for_best_model", "slow_reward"), "note"),
+    **dict.fromkeys(("delta_unused", "metric_for_best_model", "slow_reward"), "note"),
 }
 PREFIXES: dict[str, Severity] = {"reward ": "error", "tracker_": "note"}  # of names that contain another name
 
@@ -106,6 +106,8 @@ def setup_diagnostics(args: GRPOConfig, eos_ids: Sequence[int], num_prompts: int
             "over tokens, which weights each sequence by its completion length; for GSPO's objective set "
             "loss_type='grpo'"
         )
+    if args.delta is not None and args.loss_type in UNCLIPPED:
+        found["delta_unused"] = f"delta {args.delta} has no effect with loss_type {args.loss_type!r}; leave it unset"
     return found
 
 

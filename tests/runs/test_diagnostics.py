@@ -124,6 +124,7 @@ def test_an_early_collapse_of_the_entropy_is_found_unless_the_reward_has_risen()
         ),
         ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, None, ""),
         ({"delta": 4.0}, None, ""),
+        ({"loss_type": "sapo", "delta": 0.5}, "delta_unused", ""),
     ],
 )
 def test_what_is_off_before_the_first_step(settings, name, text):
