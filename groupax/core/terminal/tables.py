@@ -1,4 +1,4 @@
-"""Tables for terminals of any width, and for notebooks. Imports rich."""
+"""Tables for terminals of any width, and in HTML. Imports rich."""
 
 import html
 import os
@@ -24,22 +24,14 @@ def output_console() -> Console:
     return Console(highlight=False, width=None if has_width else WIDE)
 
 
-def table_html(rows: Iterable[Sequence[object]], head: Sequence[str] = (), title: str = "") -> str:
-    """Returns rows of texts as a table for a notebook, without effects of markup and control characters in them."""
-    parts = [f"<b>{_escaped(title)}</b>"] if title else []
-    parts.append('<table style="border-collapse:collapse;margin:4px 0 8px 0">')
-    if head:
-        cells = "".join(f'<th style="{_CELL}opacity:.65;font-weight:normal">{_escaped(each)}</th>' for each in head)
-        parts.append(f"<tr>{cells}</tr>")
+def table_html(rows: Iterable[Sequence[object]], head: Sequence[str]) -> str:
+    """Returns rows of texts as a table in HTML, without effects of markup and control characters in them."""
+    cells = "".join(f'<th style="{_CELL}opacity:.65;font-weight:normal">{_escaped(each)}</th>' for each in head)
+    parts = [f'<table style="border-collapse:collapse;margin:4px 0 8px 0"><tr>{cells}</tr>']
     for row in rows:
         cells = (f'<td style="{_CELL}white-space:pre-wrap">{_escaped(each)}</td>' for each in row)
         parts.append(f"<tr>{''.join(cells)}</tr>")
     return "".join([*parts, "</table>"])
-
-
-def details_html(summary: str, content: str) -> str:
-    """Returns content, which is HTML, that opens when its summary is clicked."""
-    return f"<details><summary>{_escaped(summary)}</summary>{content}</details>"
 
 
 def _escaped(text: object) -> str:
