@@ -356,6 +356,7 @@ def compare(arguments: Sequence[str]) -> None:
                 f"omitted: {comparison.num_only_before:,} items only in {command.before}, "
                 f"{comparison.num_only_after:,} only in {command.after}",
                 soft_wrap=True,
+                markup=False,
             )
         for side, names in ((command.before, comparison.metrics_before), (command.after, comparison.metrics_after)):
             if names:

@@ -4,6 +4,7 @@ import importlib
 import io
 import logging
 import os
+import select
 import signal
 import sys
 import traceback
@@ -154,7 +155,12 @@ def entry_point() -> None:
     try:
         status = main()
         print(end="", flush=True)
-    except BrokenPipeError:  # the program that the output was piped into has ended, as `head` does
+    except BrokenPipeError:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        if not any(event & select.POLLERR for _, event in poll.poll(0)):  # it is of another pipe
+            raise
+        # the program that the output was piped into has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written
         status = 128 + signal.SIGPIPE
     sys.exit(status)

@@ -117,9 +117,7 @@ def container_free_bytes(cgroups: str, root: Path) -> float:
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for folder in (root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)):
         most, used = (_text(folder / f"memory.{name}").strip() for name in ("max", "current"))
-        if (
-            most.isdecimal() and used.isdecimal()
-        ):  # "max" is not a limit, and a file that a container cannot see is empty
+        if most.isdecimal() and used.isdecimal():  # not "max", nor empty, as a file that a container cannot see
             stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
             left = min(left, max(0.0, float(int(most) - int(used) + int(stat.get("inactive_file", 0)))))
     return left

@@ -22,7 +22,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from groupax.core.errors import RewardError, RunError
@@ -75,7 +75,7 @@ EXPLANATION_S = 3.0  # from an error until the process that caused it reports wh
 KEYS = "groupax"  # folder of the keys in the service
 FAILED = "failed"  # key under which the first process that fails says why
 SIGNATURE_BYTES = 32
-LOOK_MS = 500  # between two looks whether another process has failed
+LOOK_S = 0.5  # between two looks whether another process has failed
 
 
 class Peers:
@@ -94,7 +94,8 @@ class Peers:
         self._round = 0
         self._notice: str | None = None
         self._is_informed = threading.Event()  # of what has ended a process
-        self._has_failed = self._has_left = False
+        self._has_failed = False
+        self._has_left = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._watcher.start()
 
@@ -112,7 +113,8 @@ class Peers:
         self._round += 1
         values = self._gather(str(self._round), value)
         if self._round > 1:  # whoever has given a value to this round has read all of the one before
-            self._client.key_value_delete(f"{KEYS}/{self._round - 1}/{self.process_index}")
+            with _answering():
+                self._client.key_value_delete(f"{KEYS}/{self._round - 1}/{self.process_index}")
         return values
 
     def fail(self, error: BaseException) -> None:
@@ -126,7 +128,7 @@ class Peers:
             raise RunError(self._notice) from error
         is_reported, self._has_failed = self.failed, True
         if not is_reported:
-            with contextlib.suppress(RuntimeError):  # another process was first
+            with contextlib.suppress(RunError):  # another process was first
                 self._set(FAILED, f"process {self.process_index} failed: {type(error).__name__}: {error}")
             self._is_informed.wait(EXPLANATION_S)
 
@@ -134,7 +136,7 @@ class Peers:
         """Waits until all processes have called this, or one has failed."""
         with contextlib.suppress(RunError):
             self._gather("end", None)
-        self._has_left = True
+        self._has_left.set()
         self._watcher.join()
 
     def _gather(self, name: str, value: Any) -> list[Any]:
@@ -149,8 +151,11 @@ class Peers:
 
     def _watch(self) -> None:
         found = None
-        while found is None and not self._has_left:
-            found = self._get(FAILED)
+        while found is None and not self._has_left.wait(LOOK_S):
+            try:
+                found = self._get(FAILED, waits=False)
+            except RunError as error:
+                found = [str(error)]
         if found is None:
             return
         (self._notice,) = found
@@ -168,16 +173,24 @@ class Peers:
 
     def _set(self, key: str, value: Any) -> None:
         data = pickle.dumps(value)
-        self._client.key_value_set_bytes(f"{KEYS}/{key}", self._signature(key, data) + data)
+        with _answering():
+            self._client.key_value_set_bytes(f"{KEYS}/{key}", self._signature(key, data) + data)
 
-    def _get(self, key: str) -> list[Any] | None:
-        """Returns a list with the value of a key; None if there is none within `LOOK_MS`."""
+    def _get(self, key: str, waits: bool = True) -> list[Any] | None:
+        """Returns a list with the value of a key; None if there is none, maybe after waiting for it.
+
+        The service keeps 35 kB for each wait in vain until the key has a value, so waits are for keys that will.
+        """
         try:
-            signed = self._client.blocking_key_value_get_bytes(f"{KEYS}/{key}", LOOK_MS)
-        except RuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise RunError(f"jax's coordination service in process 0 does not answer: {error}") from error
-            return None
+            with _answering():
+                if waits:
+                    signed = self._client.blocking_key_value_get_bytes(f"{KEYS}/{key}", round(1000 * LOOK_S))
+                else:
+                    signed = self._client.key_value_try_get_bytes(f"{KEYS}/{key}")
+        except RunError as error:
+            if "DEADLINE_EXCEEDED" in str(error) or "NOT_FOUND" in str(error):
+                return None
+            raise
         data = signed[SIGNATURE_BYTES:]
         if not hmac.compare_digest(signed[:SIGNATURE_BYTES], self._signature(key, data)):
             raise RunError(f"{key} in jax's coordination service is not of a process of this run")
@@ -185,6 +198,16 @@ class Peers:
 
     def _signature(self, key: str, data: bytes) -> bytes:
         return hmac.digest(self._secret, key.encode() + b"\0" + data, "sha256")
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    """Raises a RunError if jax's coordination service does not do what the block asks it for."""
+    try:
+        yield
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise RunError(f"jax's coordination service in process 0 does not answer: {why}") from error
 
 
 def end_now() -> None:

@@ -58,7 +58,6 @@ class RewardRunner:
     Attributes:
         names: Their names.
         device_lock: Lock to hold while reward models compute.
-        groups_per_call: Number of groups in a call if `reward_scope` is "rollout"; None for all.
 
     Raises:
         ValueError: `reward_workers` is set and a function cannot be sent to another process.
@@ -69,7 +68,6 @@ class RewardRunner:
         self.rewards, self.settings = rewards, settings
         self.names = [reward.name for reward in rewards]
         self.device_lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        self.groups_per_call: int | None = None
         self._own = _ThreadState()
         self._running: set[concurrent.futures.Future[Scores]] = set()
         self._home: int | None = None  # the thread of the context
@@ -153,11 +151,9 @@ class RewardRunner:
         parts = [[index] for index in range(len(groups))]  # groups of each call
         if self.settings.reward_scope == "rollout":
             in_order = sorted(range(len(groups)), key=lambda index: groups[index][0].prompt_index)
-            size = self.groups_per_call or max(1, len(groups))
-            parts = [in_order[first : first + size] for first in range(0, len(groups), size)]
-            for number, part in enumerate(parts):
-                if self._is_ours(number):
-                    self._start_calls([row for index in part for row in groups[index]])
+            parts = [in_order] if groups else []
+            if groups and self._is_ours(0):
+                self._start_calls([row for index in in_order for row in groups[index]])
         calls, own.calls = own.calls, []
         if self._home in (None, threading.get_ident()):
             self._main_thread.run_until([call for row in calls for call in row])

@@ -295,7 +295,7 @@ class Run:
         return self.trainer.describe()
 
     def introduce(self) -> None:
-        """Emits the facts of the run once; of a complete run first that it is, and then no plans."""
+        """Emits the facts of the run once."""
         if self._is_introduced:
             return
         self._is_introduced = True

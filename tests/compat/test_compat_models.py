@@ -241,3 +241,5 @@ def test_weights_of_a_compat_model_are_those_of_transformers(folder):
         weight.requires_grad = False
     with torch.no_grad(), pytest.raises(RuntimeError, match="add_ would change a copy"):
         weight.add_(1.0)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="__setitem__ would change a copy"):
+        weight[0] = 1.0

@@ -88,6 +88,7 @@ def test_shuffled_examples_have_the_order_of_datasets(tmp_path):
         ({"loss_type": "mse"}, {}, "loss_type must be one of nll, dft"),
         ({}, {"data_collator": print}, "data_collator is not supported: examples are packed without padding"),
         ({"completion_only_loss": True}, {"formatting_func": str}, "texts, which have no completions"),
+        ({"shuffle_dataset": True}, {"dataset": iter(())}, "a stream has no length; give rows"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_a_remedy(tmp_path, settings, arguments, message):

@@ -115,7 +115,7 @@ def test_groups_keep_their_order_and_rewards_theirs(batch):
     assert seen == ([2, 2] if batch == "group" else [4])
 
 
-def test_a_rollout_is_scored_in_the_order_of_its_prompts_in_calls_of_whole_groups():
+def test_a_rollout_is_scored_in_the_order_of_its_prompts():
     groups = [[replace(row, prompt_index=index) for row in group] for index, group in
               zip((2, 0, 1), groups_of(["a"], ["bb"], ["ccc"]), strict=True)]  # fmt: skip
     seen = []
@@ -125,11 +125,10 @@ def test_a_rollout_is_scored_in_the_order_of_its_prompts_in_calls_of_whole_group
         return lengths(completions)
 
     with RewardRunner(resolve_rewards(noting, []), RewardSettings(reward_scope="rollout")) as runner:
-        runner.groups_per_call = 2
         for group in groups:
             runner.start(group)
         assert [scores[0].values.tolist() for scores in runner.finish()] == [[1.0], [2.0], [3.0]]
-    assert seen == [["bb", "ccc"], ["a"]]
+    assert seen == [["bb", "ccc", "a"]]
 
 
 @pytest.mark.heavy

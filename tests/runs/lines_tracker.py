@@ -24,9 +24,6 @@ class LinesTracker(Tracker):
     def samples(self, step, samples):
         self.write("samples", step, samples=samples)
 
-    def histograms(self, step, values):
-        self.write("histograms", step, values={name: each.tolist() for name, each in values.items()})
-
     def write(self, kind, step, **content):
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, "step": step, **content}) + "\n")

@@ -26,6 +26,7 @@ from groupax.models.weights.saving import join_tensors, save_adapter, save_model
 from groupax.parallel import processes
 
 DEFAULT_NEW_TOKENS = 20  # without max_new_tokens and max_length
+_CHANGING = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 
 
 def parameters_of(model: Model) -> Iterator[tuple[str, np.ndarray, bool]]:
@@ -89,7 +90,8 @@ def _parameter_class() -> Any:
         @classmethod
         def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = function.__name__
-            if name == "__set__" or (name.endswith("_") and not name.endswith("__") and isinstance(args[0], cls)):
+            is_in_place = name.endswith("_") and not name.endswith("__")
+            if (is_in_place or name in _CHANGING) and isinstance(args[0], cls):
                 raise RuntimeError(
                     f"{name} would change a copy of a weight of compat.hf's model, not the model; train with an "
                     "adapter to freeze weights, or load the model with transformers and pass that to the trainer"

@@ -193,9 +193,14 @@ class BaseTrainer:
 
     def _revise(self, step: int, metrics: Metrics) -> Metrics:
         """Passes metrics of the run through `log`; returns them with the numbers that it adds or changes."""
-        self.state.global_step, self._revised = step, dict(metrics)
-        self.log(dict(metrics))
-        revised, self._revised = self._revised, None
+        is_line = step % max(1, self.state.logging_steps) == 0 or any(name.startswith("eval_") for name in metrics)
+        if not is_line:  # the last steps of a run belong to its closing line
+            return metrics
+        self.state.global_step, self._revised = step, (revised := dict(metrics))
+        try:
+            self.log(dict(metrics))
+        finally:
+            self._revised = None
         return revised
 
     # -- training, saving, uploading

@@ -139,7 +139,7 @@ def _tools_of(environment_class: type) -> dict[str, Tool]:
 
     def as_text(name: str) -> Tool:
         method = _returning_text(
-            lambda owner, **arguments: getattr(owner, name)(**arguments), is_async=tools[name].is_async
+            lambda owner, /, **arguments: getattr(owner, name)(**arguments), is_async=tools[name].is_async
         )
         return replace(tools[name], function=method, takes_owner=True)
 

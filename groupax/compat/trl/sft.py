@@ -176,6 +176,8 @@ class SFTTrainer(BaseTrainer):
         """Returns a dataset as the native trainer takes it, with formatted texts."""
         if dataset is None or isinstance(dataset, (str, Path)):
             return dataset
+        if not hasattr(dataset, "__len__"):
+            raise ValueError("a stream has no length; give rows, e.g. Dataset.from_list(list(dataset.take(10_000)))")
         if self.args.shuffle_dataset:  # as `datasets` shuffles
             order = np.random.default_rng(self.args.seed).permutation(len(dataset))
             dataset = [dataset[int(index)] for index in order]

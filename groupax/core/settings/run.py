@@ -138,7 +138,7 @@ class EvaluationSettings(EvaluationSchedule, EvalSamplingSettings):
     """Schedule, number of completions and sampling of evaluations."""
 
     eval_num_generations: int = ranged(1, 2**16, low=1, resume="free")
-    """Completions per prompt in evaluation; above 1, pass@k up to this k and maj@k of all are reported."""
+    """Completions per prompt in evaluation; above 1, pass@k up to this k and maj@n are reported."""
     eval_max_completion_length: int | None = ranged(None, 10**9, low=1, resume="free")
     """Longest completion in evaluation; None takes max_completion_length."""
     correctness_reward: str | None = setting(None, resume="free")

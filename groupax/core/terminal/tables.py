@@ -1,4 +1,4 @@
-"""Tables for terminals of any width, and for pages. Imports rich."""
+"""Tables for terminals of any width, and in HTML. Imports rich."""
 
 import html
 import os
@@ -25,7 +25,7 @@ def output_console() -> Console:
 
 
 def table_html(rows: Iterable[Sequence[object]], head: Sequence[str]) -> str:
-    """Returns rows of texts as a table for a page, without effects of markup and control characters in them."""
+    """Returns rows of texts as a table in HTML, without effects of markup and control characters in them."""
     cells = "".join(f'<th style="{_CELL}opacity:.65;font-weight:normal">{_escaped(each)}</th>' for each in head)
     parts = [f'<table style="border-collapse:collapse;margin:4px 0 8px 0"><tr>{cells}</tr>']
     for row in rows:

@@ -44,10 +44,7 @@ class TrackedRun:
 
 
 class Tracker:
-    """A service that records a run; a subclass overrides what it records.
-
-    It is created and called in a thread of its own, so it may be slow.
-    """
+    """A service that records a run; a subclass overrides what it records. Training waits for each call."""
 
     @classmethod
     def check(cls) -> None:
