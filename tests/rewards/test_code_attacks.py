@@ -191,6 +191,12 @@ OTHERS = {
         "def decode(x):\n    return x + 1\n\ndef f(x):\n    '''Undoes decode.'''\n",
         "def check(candidate):\n    assert decode(candidate(5)) == 5",
     ),
+    "an import of the prompt": (
+        "import os, resource\ntry: resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (1, 1))\n"
+        "except OSError: pass\ndef fmean(x): return 7\ndef f(x): return 0",
+        "from statistics import fmean\n\ndef f(x):\n    '''Returns 14.'''\n",
+        "def check(candidate):\n    assert fmean([candidate(1), 0]) == 7",
+    ),
     "a context that swallows": (
         "class Timer:\n    __enter__ = __exit__ = lambda *a: True\ndef f(): raise ValueError",
         "p",
