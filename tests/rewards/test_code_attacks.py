@@ -157,6 +157,7 @@ REACHES = {
     "namespaces": "refused(272 if os.uname().machine == 'x86_64' else 97, 0x10000000)",
     "io_uring": "refused(425, 1, bytes(120))",
     "tracing": "refused(101 if os.uname().machine == 'x86_64' else 117, 0, 0, 0, 0)",
+    "limits of the tests": "__import__('resource').prlimit(os.getppid(), 7)",
     "a network socket": "socket.socket()",
     "a file in the root": "open('/x', 'w')",
     "the processes": "os.listdir('/proc')",
