@@ -86,6 +86,7 @@ class Interpreter:
         process, expired = self._process, threading.Event()
         assert process is not None and process.stdin is not None and process.stdout is not None, "started"  # noqa: PT018
         timer = threading.Timer(timeout_s, lambda: (expired.set(), os.killpg(process.pid, signal.SIGKILL)))
+        timer.daemon = True
         timer.start()
         try:
             process.stdin.write(frame(request))

@@ -45,7 +45,7 @@ REFUSED = _numbers(
     "io_setup 206 0, io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427, bpf 321 280, "
     "perf_event_open 298 241, userfaultfd 323 282, personality 135 92, modify_ldt 154 -, remap_file_pages 216 234"
 )
-CLONE, CLONE3, SOCKET = (56, 220), (435, 435), (41, 198)
+CLONE, CLONE3, SOCKET, PRLIMIT = (56, 220), (435, 435), (41, 198), (302, 261)
 CLONE_THREAD, AF_UNIX, X32_BIT = 0x10000, 1, 0x40000000
 
 # Offsets into struct seccomp_data; both machines are little-endian.
@@ -79,6 +79,9 @@ def filter_program(machine: str) -> bytes:
     # glibc falls back to `clone`, whose flags are an argument that a filter can read
     program += [(EQUALS, 0, 1, CLONE3[column]), (RETURN, 0, 0, REFUSE | errno.ENOSYS)]
     program += [(EQUALS, 0, 3, CLONE[column]), (LOAD, 0, 0, FIRST_ARGUMENT), (HAS_BITS, 1, 0, CLONE_THREAD), refuse]
+    program += [(LOAD, 0, 0, NUMBER)]
+    # of other processes, as that of the tests; 0 is the caller
+    program += [(EQUALS, 0, 3, PRLIMIT[column]), (LOAD, 0, 0, FIRST_ARGUMENT), (EQUALS, 1, 0, 0), refuse]
     program += [(LOAD, 0, 0, NUMBER)]
     program += [(EQUALS, 0, 3, SOCKET[column]), (LOAD, 0, 0, FIRST_ARGUMENT), (EQUALS, 1, 0, AF_UNIX)]
     program += [(RETURN, 0, 0, REFUSE | errno.EAFNOSUPPORT), (RETURN, 0, 0, ALLOW)]

@@ -172,7 +172,7 @@ def plan_micro_batches(
     """
     best, least = [], math.inf
     for share in {"always": (True,), "never": (False,), "auto": (True, False)}[share_prefix]:
-        groups = group_rows(rows, range(len(rows)), share)
+        groups = group_rows(rows, share)
         for sizes in _candidate_sizes(groups, num_shards, micro_batch_tokens, known):
             batches = _distribute(rows, groups, num_shards, sizes)
             if batches is None:
@@ -188,11 +188,11 @@ def plan_micro_batches(
     return best
 
 
-def group_rows(rows: Sequence[Row], part: Sequence[int], share: bool) -> list[RowGroup]:
-    """Groups some of the rows, by their indices, by their prompt, or puts each into its own group."""
+def group_rows(rows: Sequence[Row], share: bool) -> list[RowGroup]:
+    """Groups the indices of rows by their prompt, or puts each into its own group."""
     indices: dict[int, list[int]] = {}
-    for index in part:
-        indices.setdefault(rows[index].group if share else index, []).append(index)
+    for index, row in enumerate(rows):
+        indices.setdefault(row.group if share else index, []).append(index)
     return [_row_group(rows, each) for each in indices.values()]
 
 

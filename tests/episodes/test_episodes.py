@@ -294,6 +294,27 @@ class Echo:
         return message["content"] + "!"
 
 
+class Judge:
+    """Ends an episode at its first message, and scores the length of a message that it has not answered."""
+
+    def reset(self):
+        return None
+
+    def act(self, message):
+        return Step(None, done=True)
+
+    def score(self, message):
+        return 0.0 if message is None else float(len(message["content"]))
+
+
+def test_an_environment_scores_a_message_that_was_cut_off():
+    [[row, cut]], _ = played(
+        lambda _, sample, turn: "x" * 300 if sample else "end", environments=Judge, max_turn_tokens=200
+    )
+    assert (row.finish_reason, row.environment_reward) == ("done", 0.0)
+    assert (cut.finish_reason, cut.environment_reward) == ("turn_length", len(cut.turns[0].text))
+
+
 class GivenUp(Script):
     """A script whose first turn is given up by the engine after some tokens, as where a constraint is too complex."""
 

@@ -157,6 +157,7 @@ REACHES = {
     "namespaces": "refused(272 if os.uname().machine == 'x86_64' else 97, 0x10000000)",
     "io_uring": "refused(425, 1, bytes(120))",
     "tracing": "refused(101 if os.uname().machine == 'x86_64' else 117, 0, 0, 0, 0)",
+    "limits of the tests": "__import__('resource').prlimit(os.getppid(), 7)",
     "a network socket": "socket.socket()",
     "a file in the root": "open('/x', 'w')",
     "the processes": "os.listdir('/proc')",
@@ -190,6 +191,12 @@ OTHERS = {
         "def decode(*a): return 0\ndef f(*a): return 0",
         "def decode(x):\n    return x + 1\n\ndef f(x):\n    '''Undoes decode.'''\n",
         "def check(candidate):\n    assert decode(candidate(5)) == 5",
+    ),
+    "an import of the prompt": (
+        "import os, resource\ntry: resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (1, 1))\n"
+        "except OSError: pass\ndef fmean(x): return 7\ndef f(x): return 0",
+        "from statistics import fmean\n\ndef f(x):\n    '''Returns 14.'''\n",
+        "def check(candidate):\n    assert fmean([candidate(1), 0]) == 7",
     ),
     "a context that swallows": (
         "class Timer:\n    __enter__ = __exit__ = lambda *a: True\ndef f(): raise ValueError",

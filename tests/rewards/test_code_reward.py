@@ -192,6 +192,8 @@ def test_the_filter_of_system_calls(machine, arch, write, clone, memfd_create, s
     assert evaluate(program, arch, memfd_create) == refuse
     assert evaluate(program, arch, socket, 1) == allow  # AF_UNIX
     assert evaluate(program, arch, socket, 2) == 0x00050000 | 97  # AF_INET
+    prlimit = 302 if machine == "x86_64" else 261
+    assert (evaluate(program, arch, prlimit, 0), evaluate(program, arch, prlimit, 2)) == (allow, refuse)
     assert evaluate(program, 0x40000003, write) == 0x80000000  # i386
     if machine == "x86_64":
         assert evaluate(program, arch, 0x40000000 | write) == refuse  # x32
