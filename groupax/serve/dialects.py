@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from groupax.core.errors import RunError
-from groupax.core.settings.sampling import SAMPLER, SamplingParams
+from groupax.core.settings.sampling import SAMPLER
 from groupax.engine.sequence import Sequence as Completion
 from groupax.models.config import ModelConfig
 from groupax.models.lora import Adapter, adapter_config_dict, adapter_specs
@@ -179,7 +179,8 @@ class VLLM:
 
     def complete(self, group: list[Completion], connection: HTTPConnection) -> list[RemoteCompletion]:
         """Samples the completions of a prompt; a `RunError` tells that the server cannot do it at all."""
-        if not samples_from_logits(group[0].params):
+        params = group[0].params
+        if not (params.is_plain and params.temperature == 1 and params.constraint is None):  # not softmax(logits)
             self._check_mode()
         response = self._server.request("POST", "/v1/completions", vllm_request(group, self._model), connection)
         with reading(self._server.url, NEEDED):
@@ -241,11 +242,6 @@ def identify_server(
             "rollout_correction, e.g. to 'token_truncate', which corrects for the difference, or use groupax serve"
         )
     return VLLM(server, model or names[0], shared)
-
-
-def samples_from_logits(params: SamplingParams) -> bool:
-    """Returns whether completions are sampled from softmax(logits), neither scaled nor changed nor truncated."""
-    return params.is_plain and params.temperature == 1 and params.constraint is None
 
 
 # Parameters that vLLM has under these names, and those with other forms.

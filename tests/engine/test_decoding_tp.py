@@ -14,6 +14,7 @@ from groupax.cli.serve import Serve, engine_of, models_of
 from groupax.engine.batch import Batch
 from groupax.engine.decode import DecodeSettings, decode_chunk
 from groupax.models.lora import LoRAConfig
+from groupax.models.specs import model_specs
 from groupax.models.weights.checkpoint import add_adapter, reshard
 from groupax.models.weights.saving import host_tensors, param_leaves, save_adapter
 from groupax.parallel.mesh import make_mesh
@@ -196,7 +197,8 @@ def test_a_server_holds_its_models_in_parts(folder):
         assert_same(*(each.generate(prompts, PARAMS, adapter=name) for each in (engine, expected)))
 
     weights, base = Weights(EngineLoop(engine, "base", 8), models["base"]), one_each["base"].params
-    tensors = host_tensors(specs := model_specs(models["base"].config), param_leaves(specs, base))
+    specs = model_specs(models["base"].config)
+    tensors = host_tensors(specs, param_leaves(specs, base))
     metadata = {"version": "5", "replaces": str(weights.state)}
     upload = weights.read(np.frombuffer(b"".join(bytes_of(tensors, metadata)), np.uint8))
     weights.take_over(upload, weights.prepared(upload))
