@@ -105,10 +105,7 @@ class ConstraintCompiler:
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise ValueError(f"{kind} has half of a surrogate pair, which is not a text")
         tokens, library = self.load_tokens(), _llguidance()
-        grammar = text
-        if kind != "grammar":
-            body = f"%json {_json_rule(text)}" if kind == "json_schema" else f"/(?:{_regex_rule(text)})/"
-            grammar = f"{HEADER}start: {body}"
+        grammar = text if kind == "grammar" else f"{HEADER}start: {rule(kind, text)}"
         limits = library.LLParserLimits(**LIMITS)
         compiled = library.LLMatcher(tokens, grammar, log_level=0, limits=limits)
         first = compiled.deep_copy()
@@ -160,6 +157,27 @@ def fault_of(matcher: Any) -> str:
     if matcher.is_stopped() and matcher.stop_reason() not in ("EndOfSentence", "NoExtension", "NoExtensionBias"):
         return f"it became too complex ({matcher.stop_reason()})"
     return "" if not matcher.is_stopped() or matcher.is_accepting() else nothing
+
+
+def rule(kind: str, text: str) -> str:
+    """Returns the body of a grammar's rule for an expression or a schema.
+
+    Raises:
+        ValueError: It is not valid, or has parts that would be ignored.
+    """
+    return f"%json {_json_rule(text)}" if kind == "json_schema" else f"/(?:{_regex_rule(text)})/"
+
+
+def supported(body: str) -> str:
+    """Returns the body of a grammar's rule.
+
+    Raises:
+        ValueError: llguidance does not support it.
+    """
+    library = _llguidance()
+    if library.LLMatcher.validate_grammar(f"{HEADER}start: {body}", limits=library.LLParserLimits(**LIMITS)):
+        raise ValueError("it is not supported")
+    return body
 
 
 def _regex_rule(text: str) -> str:
