@@ -4,6 +4,7 @@ regex, JSON schema ──► grammar ──► matcher of each completion ──
 """
 
 import json
+import math
 import re
 import threading
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from urllib.parse import quote
 import numpy as np
 
 from groupax.core.errors import require
+from groupax.core.settings.fields import nearest
 from groupax.engine.sequence import Sequence
 
 MAX_CHARACTERS = 1 << 16  # of a constraint
@@ -46,6 +48,11 @@ _ANNOTATIONS = {
     "$anchor", "$comment", "$defs", "$id", "$schema", "contentEncoding", "contentMediaType", "default", "definitions",
     "deprecated", "description", "discriminator", "example", "examples", "id", "readOnly", "title", "writeOnly",
 }  # fmt: skip
+_RULES = {
+    "const", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxItems", "maxLength", "maxProperties",
+    "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "pattern", "required", "type",
+}  # fmt: skip
+_KEYWORDS = _RULES | _ANNOTATIONS | {*_MAPS, *_LISTS, *_SINGLE, *_APPLICATORS}
 
 
 class ConstraintCompiler:
@@ -203,7 +210,7 @@ def _json_rule(text: str) -> str:
     Additional properties are allowed only where `additionalProperties` says so, or where no property is named.
     """
     try:
-        root = json.loads(text, parse_constant=_refuse_constant)
+        root = json.loads(text, parse_constant=_number, parse_int=_number, parse_float=_number)
         root = {} if root is True else root
         parts = list(_subschemas(root))
         for part in parts:
@@ -251,7 +258,9 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check(schema: dict[str, Any]) -> None:
-    """Raises a ValueError for rules that llguidance keeps by approximation only, or compiles slowly."""
+    """Raises a ValueError for what llguidance would ignore, keep by approximation only, or compile slowly."""
+    if unknown := [keyword for keyword in schema if keyword not in _KEYWORDS]:
+        raise ValueError(f"json_schema has {unknown[0]!r:.80}, which is not supported{nearest(unknown[0], _KEYWORDS)}")
     multiple = schema.get("multipleOf")
     if isinstance(multiple, int | float) and not isinstance(multiple, bool):
         digits = Decimal(str(multiple)).normalize().as_tuple().digits
@@ -276,8 +285,12 @@ def _may_close(schema: dict[str, Any]) -> bool:
     return not is_open and bool(named) and isinstance(required, list) and all(each in named for each in required)
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"json_schema has {name}, which is not a number of JSON")
+def _number(text: str) -> int | float:
+    """Returns a number of a schema, which llguidance reads as a float."""
+    value, is_whole = float(text), text.lstrip("-").isdigit()
+    if not math.isfinite(value) or (is_whole and abs(Decimal(text)) > 1 << 53):
+        raise ValueError(f"json_schema has the number {text:.60}; integers up to 2^53 and finite numbers are supported")
+    return int(text) if is_whole else value
 
 
 def _vocabulary(tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> Any:
