@@ -59,6 +59,8 @@ class Serve:
     """Weights to decode with: the model's own, or with fewer bits."""
     kv_cache_gb: float | None = None
     """Most memory of a device for the KV cache, in GB; by default 80 % of the free memory."""
+    prefix_cache_gb: float = 0.0
+    """Host memory for the prefix cache of finished requests, in GB, which speeds up conversations."""
     max_concurrent_rows: int = 256
     """Most completions decoded at once."""
     max_queue: int = 1024
@@ -205,6 +207,7 @@ def engine_of(command: Serve, models: "Mapping[str, Model]") -> "Engine":
         chunk_steps=command.chunk_steps,
         weights=command.weights,
         tp=command.tp,
+        prefix_bytes=int(command.prefix_cache_gb * 1e9),
     )
     kv_gb = command.kv_cache_gb
     engine.kv_bytes = engine.plan().max_tokens * engine.bytes_per_token if kv_gb is None else int(kv_gb * 1e9)

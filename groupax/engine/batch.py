@@ -165,7 +165,7 @@ class Batch:
         if vision is not None and features is not None:  # whose features are computed now
             shape = num_prompts, self.shape.num_prompt_columns
             images = admitted_images(vision, features, core.vision_params, admission, shape)
-        if core.prefixes.max_bytes and any(places):
+        if core.prefixes.max_bytes:
             known = known_beginnings(core, admission, places, starts, self.shape.num_prompt_columns)
         self.cache, self.slots = admit(
             params,

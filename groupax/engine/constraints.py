@@ -4,6 +4,7 @@ regex, JSON schema ──► grammar ──► matcher of each completion ──
 """
 
 import json
+import math
 import re
 import threading
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from urllib.parse import quote
 import numpy as np
 
 from groupax.core.errors import require
+from groupax.core.settings.fields import nearest
 from groupax.engine.sequence import Sequence
 
 MAX_CHARACTERS = 1 << 16  # of a constraint
@@ -46,6 +48,11 @@ _ANNOTATIONS = {
     "$anchor", "$comment", "$defs", "$id", "$schema", "contentEncoding", "contentMediaType", "default", "definitions",
     "deprecated", "description", "discriminator", "example", "examples", "id", "readOnly", "title", "writeOnly",
 }  # fmt: skip
+_RULES = {
+    "const", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxItems", "maxLength", "maxProperties",
+    "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "pattern", "required", "type",
+}  # fmt: skip
+_KEYWORDS = _RULES | _ANNOTATIONS | {*_MAPS, *_LISTS, *_SINGLE, *_APPLICATORS}
 
 
 class ConstraintCompiler:
@@ -105,10 +112,7 @@ class ConstraintCompiler:
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise ValueError(f"{kind} has half of a surrogate pair, which is not a text")
         tokens, library = self.load_tokens(), _llguidance()
-        grammar = text
-        if kind != "grammar":
-            body = f"%json {_json_rule(text)}" if kind == "json_schema" else f"/(?:{_regex_rule(text)})/"
-            grammar = f"{HEADER}start: {body}"
+        grammar = text if kind == "grammar" else f"{HEADER}start: {rule(kind, text)}"
         limits = library.LLParserLimits(**LIMITS)
         compiled = library.LLMatcher(tokens, grammar, log_level=0, limits=limits)
         first = compiled.deep_copy()
@@ -162,6 +166,27 @@ def fault_of(matcher: Any) -> str:
     return "" if not matcher.is_stopped() or matcher.is_accepting() else nothing
 
 
+def rule(kind: str, text: str) -> str:
+    """Returns the body of a grammar's rule for an expression or a schema.
+
+    Raises:
+        ValueError: It is not valid, or has parts that would be ignored.
+    """
+    return f"%json {_json_rule(text)}" if kind == "json_schema" else f"/(?:{_regex_rule(text)})/"
+
+
+def supported(body: str) -> str:
+    """Returns the body of a grammar's rule.
+
+    Raises:
+        ValueError: llguidance does not support it.
+    """
+    library = _llguidance()
+    if library.LLMatcher.validate_grammar(f"{HEADER}start: {body}", limits=library.LLParserLimits(**LIMITS)):
+        raise ValueError("it is not supported")
+    return body
+
+
 def _regex_rule(text: str) -> str:
     """Returns an expression in Rust's syntax that matches what Python's does, as a whole and with ASCII classes."""
     plain = _ESCAPE.sub("_", text)
@@ -185,7 +210,7 @@ def _json_rule(text: str) -> str:
     Additional properties are allowed only where `additionalProperties` says so, or where no property is named.
     """
     try:
-        root = json.loads(text, parse_constant=_refuse_constant)
+        root = json.loads(text, parse_constant=_number, parse_int=_number, parse_float=_number)
         root = {} if root is True else root
         parts = list(_subschemas(root))
         for part in parts:
@@ -233,7 +258,9 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check(schema: dict[str, Any]) -> None:
-    """Raises a ValueError for rules that llguidance keeps by approximation only, or compiles slowly."""
+    """Raises a ValueError for what llguidance would ignore, keep by approximation only, or compile slowly."""
+    if unknown := [keyword for keyword in schema if keyword not in _KEYWORDS]:
+        raise ValueError(f"json_schema has {unknown[0]!r:.80}, which is not supported{nearest(unknown[0], _KEYWORDS)}")
     multiple = schema.get("multipleOf")
     if isinstance(multiple, int | float) and not isinstance(multiple, bool):
         digits = Decimal(str(multiple)).normalize().as_tuple().digits
@@ -258,8 +285,12 @@ def _may_close(schema: dict[str, Any]) -> bool:
     return not is_open and bool(named) and isinstance(required, list) and all(each in named for each in required)
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"json_schema has {name}, which is not a number of JSON")
+def _number(text: str) -> int | float:
+    """Returns a number of a schema, which llguidance reads as a float."""
+    value, is_whole = float(text), text.lstrip("-").isdigit()
+    if not math.isfinite(value) or (is_whole and abs(Decimal(text)) > 1 << 53):
+        raise ValueError(f"json_schema has the number {text:.60}; integers up to 2^53 and finite numbers are supported")
+    return int(text) if is_whole else value
 
 
 def _vocabulary(tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> Any:

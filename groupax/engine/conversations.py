@@ -1,4 +1,4 @@
-"""Keys and values of finished turns, which go from slots to the places of their conversations, and back to prompts."""
+"""Keys and values of finished sequences, which go from slots to where they are kept, and from there to prompts."""
 
 from collections.abc import Sequence as Many
 from functools import partial
@@ -20,8 +20,8 @@ from groupax.engine.sequence import Sequence
 from groupax.parallel.collectives import to_device, to_host
 
 
-def store_turns(core: EngineCore, cache: Cache, scheduler: Scheduler) -> None:
-    """Stores the keys and values of the turns that have just finished in the places of their conversations."""
+def store_finished(core: EngineCore, cache: Cache, scheduler: Scheduler) -> None:
+    """Stores the keys and values of the sequences that have just finished, of turns in their conversations' places."""
     finished: list[list[int]] = [[] for _ in range(scheduler.num_shards)]
     for slot, sequence in enumerate(scheduler.slots):
         if sequence is not None and _is_to_be_stored(sequence, core.prefixes.generation):
@@ -33,15 +33,18 @@ def store_turns(core: EngineCore, cache: Cache, scheduler: Scheduler) -> None:
         read = to_host(read_slots(cache, *indices, mesh=core.mesh))
         for shard, slot in enumerate(slots):
             sequence = None if slot is None else scheduler.slots[slot]
-            if sequence is not None and sequence.place is not None:
+            if sequence is not None:
                 stored = {name: [x[shard] for x in layers] for name, layers in read.items()}
                 adapter = core.adapter_index(sequence.adapter)
                 prefix = prefix_of(stored, lookup_tokens(sequence), sequence.tokens, adapter)
-                sequence.place.put(prefix, sequence.generation)
+                if sequence.place is None:
+                    core.prefixes.add(prefix)
+                else:
+                    sequence.place.put(prefix, sequence.generation)
 
 
 def _is_to_be_stored(sequence: Sequence, generation: int) -> bool:
-    has_room = sequence.place is not None and sequence.place.max_tokens > 0 and bool(sequence.tokens)
+    has_room = (sequence.place is None or sequence.place.max_tokens > 0) and bool(sequence.tokens)
     # of another generation some was computed by other weights
     return has_room and sequence.finish_reason is not None and sequence.generation == generation
 
@@ -63,20 +66,21 @@ def read_slots(cache: Cache, rows: Int[Array, "D"], prompt_slots: Int[Array, "D"
 def known_beginnings(
     core: EngineCore, admission: Admission, places: Many[Place | None], starts: np.ndarray, num_columns: int
 ) -> Known | None:
-    """Returns what the places of prompts have of them, with `num_columns` columns; None if that is nothing.
+    """Returns what is stored of prompts, with `num_columns` columns; None if that is nothing.
 
     Args:
-        places: Place of each row of prompts.
+        places: Place of each row of prompts, in which alone it is looked up; None for no place.
         starts: First column of each prompt.
     """
     found: dict[int, tuple[int, Prefix]] = {}
     for row, first in admission.rows(len(places) // core.num_shards):
-        place = places[row]
-        if place is not None:
-            tokens, adapter = lookup_tokens(first)[:-1], core.adapter_index(first.adapter)
+        place, tokens, adapter = places[row], lookup_tokens(first)[:-1], core.adapter_index(first.adapter)
+        if place is None:
+            length, prefix = core.prefixes.find(tokens, adapter)
+        else:
             length, prefix = place.find(tokens, core.prefixes.generation, adapter)
-            if prefix is not None:
-                found[row] = length, prefix
+        if prefix is not None:
+            found[row] = length, prefix
     if not found:
         return None
     _, some = next(iter(found.values()))

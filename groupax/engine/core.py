@@ -47,8 +47,8 @@ class EngineSettings:
             sequences are started. What does not fit waits; if completions become longer than expected, the shortest are
             preempted and sampled again later.
         kv_dtype: Dtype of the cache, or "float8" for float8_e4m3fn; None for the dtype of the weights, on CPU float32.
-        prefix_bytes: Host memory for the keys and values of conversations, in bytes, which their next turns reuse (see
-            `Session.converse`); 0 stores nothing.
+        prefix_bytes: Host memory for the keys and values of finished sequences, in bytes. Prompts that begin with the
+            same tokens, as the next turn of a conversation does, reuse them; 0 stores nothing.
         weights: The weights to decode with: "same" as `params`, or a copy of them in "bfloat16".
         tp: Number of neighbouring devices that share the weights and decode the same rows: each has some of the heads
             with their keys and values, of the feed-forward's columns and of the vocabulary.

@@ -38,7 +38,7 @@ class Engine(EngineCore):
         ValueError: The model classifies sequences, `chunk_steps` is below 1, or the weights cannot be sharded so.
 
     Attributes:
-        prefixes: What the places of conversations have in common.
+        prefixes: The cache of finished sequences.
         before_chunk: Called before each chunk of `updates`, which it can end by an exception; None for nothing.
         version: Version of the weights, incremented whenever others are set. Callers that count otherwise set it too,
             right after the weights.

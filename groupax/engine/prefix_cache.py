@@ -1,7 +1,8 @@
-"""Keys and values of conversations, on the host, for the turns that continue them. Imports no jax.
+"""Keys and values of finished sequences, on the host, for prompts that continue them. Imports no jax.
 
-A conversation's next turn begins with everything said so far, whose keys and values are looked up in its place instead
-of computed again. They belong to one set of weights; code that changes the weights must clear the cache.
+A conversation's next turn begins with everything said so far, whose keys and values are looked up instead of computed
+again: in the place that belongs to the conversation, if it has one, otherwise among the most recently used ones. They
+belong to one set of weights; code that changes the weights must clear the cache.
 """
 
 from collections.abc import Mapping
@@ -76,10 +77,11 @@ def prefix_of(stored: Mapping[str, Any], prompt: np.ndarray, tokens: list[int], 
 
 
 class PrefixCache:
-    """The memory for the places of conversations, and what they have in common.
+    """The most recently used prefixes that fit into `max_bytes` of host memory.
+
+    Places of conversations, among which the same memory is divided, belong to the same weights.
 
     Attributes:
-        max_bytes: Host memory that is divided among the places.
         num_reused_tokens: Number of prompt tokens that were looked up instead of computed.
         generation: Number of times that the cache was cleared, which identifies the weights.
     """
@@ -87,10 +89,40 @@ class PrefixCache:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_reused_tokens = self.generation = 0
+        self._prefixes: list[Prefix] = []  # the last used one is the last
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
 
     def clear(self) -> None:
-        """Makes all places forget what they have, because the weights changed."""
+        """Drops all prefixes, and makes all places forget theirs, because the weights changed."""
+        self._prefixes.clear()
         self.generation += 1
+
+    def find(self, tokens: np.ndarray, adapter: int = -1) -> tuple[int, Prefix | None]:
+        """Returns the length of the longest beginning that `tokens` share with a prefix, and that prefix."""
+        lengths = [_common_length(tokens, each.tokens) if each.adapter == adapter else 0 for each in self._prefixes]
+        longest = max(lengths, default=0)
+        if longest == 0:
+            return 0, None
+        self._prefixes.append(self._prefixes.pop(lengths.index(longest)))
+        return longest, self._prefixes[-1]
+
+    def add(self, prefix: Prefix) -> None:
+        """Stores a prefix; drops those that it continues and, where memory is short, the least recently used ones."""
+        num_bytes = prefix.num_bytes
+        if num_bytes > self.max_bytes:
+            return
+        kept = [prefix]
+        for other in reversed(self._prefixes):
+            is_continued = _common_length(other.tokens, prefix.tokens) == len(other.tokens)
+            if is_continued and other.adapter == prefix.adapter:
+                continue
+            num_bytes += other.num_bytes
+            if num_bytes > self.max_bytes:
+                break
+            kept.append(other)
+        self._prefixes = kept[::-1]
 
 
 def _common_length(a: np.ndarray, b: np.ndarray) -> int:

@@ -32,10 +32,11 @@ from groupax.engine.cache import (
     slot_table,
     to_slots,
 )
+from groupax.engine.conversations import read_slots
 from groupax.engine.core import EngineCore
 from groupax.engine.decode import DecodeSettings, decode_chunk
 from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Demand, Plan, admission_prompts, in_steps, power_of_two
-from groupax.engine.prefill import Admitted, admit
+from groupax.engine.prefill import Admitted, Known, admit
 from groupax.engine.resizing import move, move_slots, moves
 from groupax.engine.rules import TokenMasks
 from groupax.engine.sequence import Sequence
@@ -87,6 +88,7 @@ class Tracer:
     params: Params  # shapes, dtypes and shardings of the weights to decode with
     kv_dtype: Any  # dtype of keys and values
     chunk_steps: int  # number of tokens of a chunk
+    has_prefixes: bool = False  # whether the keys and values of finished sequences are stored and reused
     # whether the programs are a server's: chunks have a limit of their steps at run time, and prompts are computed in
     # short pieces
     is_served: bool = False
@@ -98,9 +100,13 @@ class Tracer:
             case Admit(shape):
                 yield cache_maker(self.config, self.mesh, shape, self.kv_dtype).trace()
                 yield self.admit(shape)
+                if self.has_prefixes:
+                    yield self.admit(shape, has_known=True)
             case Decode(shape, (sampling, is_constrained)):
                 yield self.decode_chunk(shape, sampling, is_constrained)
                 yield release.trace(self._slots(shape), self._rows(shape.num_slots, dtype=bool))
+                if self.has_prefixes:
+                    yield read_slots.trace(self.cache(shape), self._rows(1), self._rows(1), mesh=self.mesh)
             case Change(before, after):
                 yield from self._change(before, after)
 
@@ -119,9 +125,13 @@ class Tracer:
         cache, slots, limit = self.cache(shape), self._slots(shape), limit if self.is_served else None
         return decode_chunk.trace(self.params, cache, slots, masks, limit, settings=settings)
 
-    def admit(self, shape: CacheShape) -> Traced:
-        """Returns the traced `admit` for caches of a shape."""
-        num_prompts, num_columns = admission_prompts(shape, has_prefixes=False), shape.num_prompt_columns
+    def admit(self, shape: CacheShape, has_known: bool = False) -> Traced:
+        """Returns the traced `admit` for caches of a shape, with or without prompts of known beginnings."""
+        num_prompts, num_columns = admission_prompts(shape, self.has_prefixes), shape.num_prompt_columns
+        known = None
+        if has_known:
+            cache = self.cache(CacheShape(num_prompts, 1, num_columns, 1))
+            known = self._sharded(jax.eval_shape(lambda x: Known(x.prompt_starts, x.prompt_k, x.prompt_v), cache))
         admitted = Admitted(
             prompts=self._rows(num_prompts, num_columns),
             starts=self._rows(num_prompts),
@@ -129,6 +139,7 @@ class Tracer:
             source=self._rows(shape.num_prompt_slots),
             is_new=self._rows(shape.num_slots, dtype=bool),
             slots=self._slots(shape),
+            known=known,
             adapters=self._rows(num_prompts) if self.has_adapters else None,
         )
         static = {"config": self.config, "mesh": self.mesh, "by_block": False}  # as calls give them: defaults differ
@@ -248,6 +259,7 @@ class Programs:
             abstract,
             engine.kv_dtype,
             engine.chunk_steps,
+            has_prefixes=bool(engine.prefixes.max_bytes),
             is_served=True,
             has_adapters=bool(engine.adapters),
         )

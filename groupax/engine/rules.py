@@ -22,6 +22,15 @@ from groupax.parallel.runtime import traced_platform
 # Blocks in which thresholds are searched: enough for a top-k of this size, and for most distributions' top-p.
 CANDIDATE_BLOCKS = 64
 
+# The options that `changed_logits` reads, and those that `truncation` does.
+CHANGES = {"logit_bias", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+CUTS = {"top_k", "top_p", "min_p"}
+if without_rule := SAMPLER.keys() - CHANGES - CUTS - {"temperature", "logprobs"}:
+    raise TypeError(
+        f"no rule of the sampler reads {', '.join(without_rule)} of SamplingParams; apply it in changed_logits or "
+        "truncation of groupax/engine/rules.py and name it in CHANGES or CUTS there, or name it in HOST of "
+        "groupax/core/settings/sampling.py if the host reads it"
+    )
 
 # XLA has a kernel for GPUs that finds this many of the largest numbers; for more of them it sorts.
 MOST_WITHOUT_SORT = 16
@@ -328,7 +337,7 @@ def constrained_logits(
 def are_changed(settings: Options, history: History) -> Bool[Array, ""]:
     """Returns whether an option of `changed_logits` is set in a row."""
     by_row = history.num_generated < settings["min_tokens"]
-    for name in ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+    for name in sorted(CHANGES - {"min_tokens"}):
         is_set = settings[name] != (SAMPLER[name] or 0)
         by_row |= is_set if is_set.ndim == 1 else jnp.any(is_set, axis=-1)
     return jnp.any(by_row)

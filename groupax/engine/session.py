@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from groupax.engine.batch import Batch
-from groupax.engine.conversations import store_turns
+from groupax.engine.conversations import store_finished
 from groupax.engine.core import EngineCore
 from groupax.engine.images import check_images
 from groupax.engine.plan import Demand, Plan
@@ -185,7 +185,7 @@ class Session:
             if sequence.finish_reason or sequence.params.stop:
                 finish(sequence, self.engine.tokenizer, num_before)
         if self.engine.prefixes.max_bytes:
-            store_turns(self.engine, batch.cache, batch.scheduler)
+            store_finished(self.engine, batch.cache, batch.scheduler)
         batch.free_finished()
         batch.compact()
         reasons = [sequence.finish_reason for sequence, _ in grown]

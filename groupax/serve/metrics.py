@@ -4,11 +4,13 @@ What vLLM measures too has its names, which dashboards for vLLM read; the rest b
 """
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from groupax.core.terminal.printable import one_line
 from groupax.serve.exchange import Delta
@@ -55,6 +57,8 @@ class Metrics:
             for name, (meaning, buckets) in HISTOGRAMS.items()
         }
 
+        self._registry.register(_PrefixHits(loop))
+
     def observe(self, name: str, model: str, value: int | float) -> None:
         """Adds a value of a model to one of `HISTOGRAMS`."""
         self._histograms[name].labels(model).observe(value)
@@ -65,6 +69,19 @@ class Metrics:
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"vllm:{name}", meaning, ["model_name", *labels], registry=self._registry)
+
+
+class _PrefixHits(Collector):
+    """Counts what the engine has looked up in its cache of prefixes."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yields the counter."""
+        hits = CounterMetricFamily("vllm:prefix_cache_hits", "Prompt tokens that were looked up", labels=["model_name"])
+        hits.add_metric([self._loop.names[0]], self._loop.engine.prefixes.num_reused_tokens)
+        yield hits
 
 
 @dataclass(eq=False)

@@ -1,7 +1,10 @@
-"""Prepares requests for the engine: the chat template, token ids, sampling parameters."""
+"""Prepares requests for the engine: the chat template, token ids, sampling parameters, grammars of calls."""
 
+import contextlib
+import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,7 @@ from groupax.core.settings.sampling import SamplingParams
 from groupax.core.types import PromptImages
 from groupax.data.chat import render, unknown_template_kwargs
 from groupax.data.tokenizer import encode_prompts, encode_within
-from groupax.engine.constraints import ConstraintCompiler
+from groupax.engine.constraints import HEADER, ConstraintCompiler, rule, supported
 from groupax.engine.engine import Engine
 from groupax.models.vision.processing import PromptEncoder
 from groupax.serve.chats import decoded_images
@@ -24,9 +27,12 @@ from groupax.serve.requests import (
 )
 from groupax.serve.turns import TurnFormats, TurnReader
 from groupax.serve.web import ApiError, bad_request
-from groupax.tools.formats import call_opening
+from groupax.tools.formats import call_frame, call_opening
 
 DEVELOPER = "developer"  # newer name of the system's role, which few templates know
+ANY_ARGUMENTS, NO_ARGUMENTS = {"type": "object"}, {"type": "object", "additionalProperties": False}
+_NAMES_NONE = {"type", "properties", "additionalProperties", "required", "title", "description", "$schema"}
+_MAX_TRIED = 8192  # characters of a schema that is tried
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,9 +119,11 @@ def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_m
         for ids in prompts:
             model.check_text(ids, "prompt")
     params = _sampling_params(request, prompts, model.max_positions, chat_max_tokens)
-    if isinstance(request, ChatRequest) and request.callable_tools and params.constraint is not None:
-        message = "a response is constrained by tools or by a format, not by both; set tool_choice='none' for a format"
-        raise ApiError(400, message, "response_format")
+    if isinstance(request, ChatRequest) and reader is not None and request.callable_tools:
+        with bad_request("tools"):
+            grammar = turn_grammar(request, params, model.tokenizer, reader.begun)
+        if grammar is not None:
+            params = replace(params, grammar=grammar, regex=None, json_schema=None)
     prompt_ids = [prompt.tolist() for prompt in prompts]
     exchange = Exchange(request, incoming.wire, model.name, prompt_ids, model.token_texts, reader)
     row_keys = None if request.row_keys is None else np.array(request.row_keys, np.uint32)
@@ -241,3 +249,80 @@ def chat_prompt(request: ChatRequest, tokenizer: Any, kwargs: Mapping[str, Any])
         same = next((index for index, (old, new) in pairs if old != new), len(begun))
         return ChatPrompt(text.removesuffix(own[same:]) + begun[same:] + opening, begun, opening)
     return ChatPrompt(text)
+
+
+def turn_grammar(request: ChatRequest, params: SamplingParams, tokenizer: Any, begun: str) -> str | None:
+    """Returns the grammar of a turn that may call tools; None if it needs none but its own constraint.
+
+    Args:
+        request: The chat.
+        params: Its sampling parameters, with the constraint of its response.
+        begun: Beginning of the call that the prompt has.
+
+    Raises:
+        ValueError: The response is constrained and calls are not JSON, or a schema is not supported.
+    """
+    tools = request.callable_tools
+    if not tools or not (params.constraint or begun or any(map(_is_strict, tools))):
+        return None
+    frame = call_frame(tokenizer, request.template_kwargs)
+    if frame is None:
+        if params.constraint is not None:
+            raise ValueError(
+                "tools together with a constraint need a model whose calls have names and arguments in JSON"
+            )
+        return None
+    names, must_call = request.tool_choice, request.tool_choice != "auto"
+    chosen = [tool for tool in tools if isinstance(names, str) or tool["function"]["name"] == names["name"]]
+    starts = [frame.before + tool["function"]["name"] + frame.between for tool in chosen]
+    mark = frame.before.split("{")[0].rstrip()
+    rules = [f"arguments{index}: {_arguments(tool, must_call)}" for index, tool in enumerate(chosen)]
+
+    def calls(before: str) -> str:
+        """Returns the alternatives of a call without what is written of it."""
+        assert all(start.startswith(before) for start in starts), "calls begin as the template writes them"
+        ends = [(start[len(before) :], f"arguments{index}") for index, start in enumerate(starts)]
+        return " | ".join(f"{_text(start)} {name} {_text(frame.after)}" for start, name in ends)
+
+    more = ' ("\\n"? call)*' if request.parallel_tool_calls else ""
+    rules += [f"call: {calls('')}"]
+    if must_call:
+        rules += [f"start: begun{more}", f"begun: {calls(begun)}"]
+    elif params.constraint is not None:
+        rules += [f"start: response | call{more}", f"response: {rule(*params.constraint)}"]
+    else:
+        marked = re.escape(mark).replace("/", r"\/")
+        rules += [
+            f"start: TEXT | before marked{more}",
+            f"TEXT: /(?s:.*)/ & ~/(?s:.*){marked}(?s:.*)/",
+            f"before[lazy]: /(?s:.*){marked}/",
+            f"marked: {calls(mark)}",
+        ]
+    return HEADER + "\n".join(rules)
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return tool["function"].get("strict") is True
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _arguments(tool: Mapping[str, Any], must_call: bool) -> str:
+    """Returns the rule of a call's arguments: of strict tools by their schemas, else any object.
+
+    Tools without parameters take none. If there must be a call, arguments of other tools follow their schemas too,
+    where these are supported.
+    """
+    parameters = {**ANY_ARGUMENTS, **(tool["function"].get("parameters") or {})}
+    names_some = any(parameters.get(keyword) for keyword in ("properties", "required", "additionalProperties"))
+    if parameters["type"] == "object" and parameters.keys() <= _NAMES_NONE and not names_some:
+        return rule("json_schema", json.dumps(NO_ARGUMENTS))
+    text = json.dumps(parameters)
+    if _is_strict(tool):
+        return rule("json_schema", text)
+    if must_call and len(text) <= _MAX_TRIED:
+        with contextlib.suppress(ValueError):
+            return supported(rule("json_schema", text))
+    return rule("json_schema", json.dumps(ANY_ARGUMENTS))

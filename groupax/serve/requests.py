@@ -185,6 +185,10 @@ UNSUPPORTED: dict[str, Any] = {
     "modalities": ["text"],
     "suffix": "",
 }
+# Fields that constrain the response, in the names of OpenAI and vLLM, each with its kind of constraint if it has one.
+CONSTRAINTS: dict[str, str | None] = dict.fromkeys(("response_format", "structured_outputs"))
+CONSTRAINTS |= {"regex": "regex", "guided_regex": "regex", "guided_choice": "choice"}
+CONSTRAINTS |= {"json_schema": "json", "guided_json": "json"}
 
 
 @dataclass(frozen=True)
@@ -219,13 +223,8 @@ def request_of(given: Mapping[str, Any], is_chat: bool) -> Request:
     schema = ChatRequest if is_chat else CompletionRequest
     known = [str(field.validation_alias or name) for name, field in schema.model_fields.items()]
     given = {name: value for name, value in given.items() if value is not None}
-    check_known(given, [*known, "response_format", *IGNORED, *UNSUPPORTED], "the request")
-    form = given.pop("response_format", None)
-    form_schema = None if form is None else _schema_of(form)
-    if form_schema is not None:
-        if "json_schema" in given:
-            raise ApiError(400, "response_format and json_schema are two constraints; set one of them", "json_schema")
-        given["json_schema"] = json.dumps(form_schema)
+    check_known(given, [*known, *CONSTRAINTS, *IGNORED, *UNSUPPORTED], "the request")
+    given = {name: value for name, value in given.items() if name not in CONSTRAINTS} | _constraint_of(given)
     for name in given.keys() & UNSUPPORTED.keys():
         if type(given[name]) is not type(UNSUPPORTED[name]) or given[name] != UNSUPPORTED[name]:
             raise ApiError(400, f"{name}={short(given[name])} is not supported", name, "unsupported_value")
@@ -256,6 +255,32 @@ def _complete_chat(request: "ChatRequest") -> None:
         last = request.messages[-1]
         is_open = last["role"] == "assistant" and not last.get("tool_calls") and (last.get("content") or "").strip()
         expect(is_open, "continue_final_message needs a last message with a text of the assistant", dict(last))
+
+
+def _constraint_of(given: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the constraint of a request, in whatever field it is, as `regex` or `json_schema`; {} for none."""
+    found = [(name, kind, given[name]) for name, kind in CONSTRAINTS.items() if kind and name in given]
+    if "response_format" in given and (schema := _schema_of(given["response_format"])) is not None:
+        found.append(("response_format", "json", schema))
+    several = given.get("structured_outputs", {})
+    expect(isinstance(several, Mapping), "structured_outputs must be an object", several)
+    is_set = {kind: value is not None and (value is not False or kind == "json") for kind, value in several.items()}
+    found += [("structured_outputs", kind, value) for kind, value in several.items() if is_set[kind]]
+    if len(found) > 1:
+        names = " and ".join(dict.fromkeys(name for name, _, _ in found))
+        raise ApiError(400, f"{names} have {len(found)} constraints, and a response can have one", found[-1][0])
+    for name, kind, value in found:
+        if kind == "json" and isinstance(value, Mapping | bool):
+            return {"json_schema": json.dumps(value)}
+        if kind in ("json", "regex") and is_text(value):
+            return {"json_schema" if kind == "json" else kind: value}
+        if kind == "choice" and isinstance(value, list) and value and all(map(is_text, value)):
+            return {"regex": "|".join(map(re.escape, value))}
+        if kind == "json_object" and value is True:
+            return {"json_schema": json.dumps({"type": "object"})}
+        message = f"{name} has {short({kind: value})}; there are json (a schema), regex (a text), choice (texts) and "
+        raise ApiError(400, message + "json_object (true)", name, "unsupported_value")
+    return {}
 
 
 def _schema_of(form: Any) -> dict[str, Any] | bool | None:

@@ -15,7 +15,7 @@ from groupax import Engine, SamplingParams, init_model, load_model
 from groupax.core.settings.sampling import SAMPLER, sampling_kind
 from groupax.engine import plan, prefill
 from groupax.engine.batch import Batch
-from groupax.engine.prefix_cache import Place
+from groupax.engine.prefix_cache import Prefix, PrefixCache
 from groupax.engine.rules import History, changed_logits
 from groupax.engine.sampling import row_keys, sample, uniforms
 from groupax.engine.sequence import find_stop, text_before_stop
@@ -574,42 +574,57 @@ def test_long_prompts_are_computed_in_pieces(tiny_model, monkeypatch):
 # -- prompts that go on from what was said
 
 
-def turn_of(engine, prompt, place, **settings):
-    [sequence] = engine.sequences([np.asarray(prompt, np.int32)], SamplingParams(ignore_eos=True, **settings))
-    sequence.place = place
-    return sequence
-
-
 @pytest.mark.heavy
 def test_a_next_turn_reuses_what_was_computed(tiny_model):
-    engine, plain = engine_for(tiny_model, 2, prefix_bytes=1 << 20), engine_for(tiny_model, 2)
-    places, settings = [Place(100), Place(100)], {"max_tokens": 20, "seed": 5}
-    first = list(engine.stream([turn_of(engine, PROMPTS[3], place, **settings) for place in places]))
+    params = SamplingParams(n=2, max_tokens=20, seed=5, ignore_eos=True)
+    engine = engine_for(tiny_model, 2, prefix_bytes=1 << 20)
+    plain = engine_for(tiny_model, 2)
+    [first] = engine.generate([PROMPTS[3]], params)
     assert engine.prefixes.num_reused_tokens == 0
-    prompts = [[*PROMPTS[3], *sequence.tokens, 7, 8, 9] for sequence in first]
-    pairs = list(zip(prompts, [sequence.place for sequence in first], strict=True))
-    again = [next(engine.stream([turn_of(engine, *pair, **settings)])) for pair in pairs]
+    turns = [np.array([*PROMPTS[3], *sequence.tokens, 7, 8, 9]) for sequence in first]
+    again = engine.generate(turns, params)
     assert engine.prefixes.num_reused_tokens == 2 * (len(PROMPTS[3]) + 19)
-    expected = [next(plain.stream([turn_of(plain, prompt, None, **settings)])) for prompt in prompts]
-    assert [each.tokens for each in again] == [each.tokens for each in expected]
+    expected = plain.generate(turns, params)
+    assert tokens_of(again) == tokens_of(expected)
     # stored keys were added up in two parts, prompt and row, and a prompt's are in one: the last bit may differ
-    np.testing.assert_allclose(again[1].policy_logps, expected[1].policy_logps, atol=2e-6, rtol=0)
+    np.testing.assert_allclose(again[1][1].policy_logps, expected[1][1].policy_logps, atol=2e-6, rtol=0)
     engine.params = jax.tree.map(lambda x: x * 1.5, engine.params)
-    list(engine.stream([turn_of(engine, *pair, **settings) for pair in pairs]))
+    engine.generate(turns, params)
     assert engine.prefixes.num_reused_tokens == 2 * (len(PROMPTS[3]) + 19), "other weights, nothing known"
 
 
 def test_what_two_sets_of_weights_have_computed_is_not_stored(tiny_model):
-    engine, place = engine_for(tiny_model, 1, prefix_bytes=1 << 20), Place(100)
-    updates, version = engine.updates([turn_of(engine, PROMPTS[3], place, max_tokens=12)]), engine.version
+    engine = engine_for(tiny_model, 1, prefix_bytes=1 << 20)
+    params = SamplingParams(n=1, max_tokens=12, ignore_eos=True)
+    updates, version = engine.updates(engine.sequences([PROMPTS[3]], params)), engine.version
     _, num_new = next(updates)
     assert num_new == 8
     engine.params = jax.tree.map(lambda x: x * 1.5, engine.params)
     engine.version = version  # who counts otherwise may give both the same
     assert [num_new for _, num_new in updates] == [4]
-    assert place.prefix is None
-    list(engine.stream([turn_of(engine, PROMPTS[3], place, max_tokens=12)]))
-    assert place.prefix is not None
+    assert len(engine.prefixes) == 0
+    engine.generate([PROMPTS[3]], params)
+    assert len(engine.prefixes) == 1
+
+
+def test_the_store_keeps_the_most_recent_within_its_size():
+    def prefix(*tokens):
+        zeros = np.zeros((1, len(tokens), 1), np.float32)
+        return Prefix(np.array(tokens), [zeros], [zeros])
+
+    store = PrefixCache(max_bytes=48)  # six tokens of eight bytes
+    store.add(prefix(1, 2))
+    store.add(prefix(3, 4))
+    assert store.find(np.array([1, 2, 9]))[0] == 2
+    assert store.find(np.array([1, 7]))[0] == 1
+    store.add(prefix(5, 6, 7))
+    assert store.find(np.array([3, 4]))[0] == 0, "the longest unused one made room"
+    store.add(prefix(1, 2, 3))
+    assert [store.find(np.array(tokens))[0] for tokens in ([1, 2, 3], [5, 6, 7])] == [3, 3]
+    store.add(prefix(*range(7)))
+    assert len(store) == 2, "too large for the store"
+    store.clear()
+    assert len(store) == 0
 
 
 @pytest.mark.heavy
@@ -623,11 +638,9 @@ def test_the_cache_may_have_its_own_dtype(tiny_model, dtype, bound):
     assert (difference > 0) == (bound > 0)
     assert difference <= bound
     assert engine.bytes_per_token == 2 * 2 * 2 * 8 * {"float32": 4, "bfloat16": 2, "float8": 1}[dtype]
-    place, settings = Place(100), {"max_tokens": 20, "temperature": 0.0}
-    [first] = engine.stream([turn_of(engine, PROMPTS[3], place, **settings)])
-    [again] = engine.stream([turn_of(engine, [*PROMPTS[3], *first.tokens], place, **settings)])
+    again = engine.generate([np.array([*PROMPTS[3], *groups[3][0].tokens])], params)
     assert engine.prefixes.num_reused_tokens > 0
-    assert len(again.tokens) == 20
+    assert len(again[0][0].tokens) == 20
 
 
 # -- weights in fewer bits, or gathered
@@ -635,24 +648,29 @@ def test_the_cache_may_have_its_own_dtype(tiny_model, dtype, bound):
 
 @pytest.mark.drawn(2)
 @pytest.mark.heavy
+@pytest.mark.parametrize("prefix_bytes", [0, 1 << 20])
 @pytest.mark.parametrize(
     "settings", [{"weights": "bfloat16"}, pytest.param({"tp": 2}, marks=pytest.mark.heavy)], ids=str
 )
-def test_weights_that_were_released_take_no_memory(tiny_model, settings):
+def test_weights_that_were_released_take_no_memory(tiny_model, settings, prefix_bytes):
     def copies():
         return [weakref.ref(weight) for weight in (engine.params["embed"], engine.params["layers"][0]["down"])]
 
-    engine, place = engine_for(tiny_model, 2, prefix_bytes=1 << 20, **settings), Place(100)
-    [first] = engine.stream([turn_of(engine, PROMPTS[3], place, max_tokens=8)])
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    engine = engine_for(tiny_model, 2, prefix_bytes=prefix_bytes, **settings)
+    [[first]] = engine.generate([PROMPTS[3]], params)
     released = copies()
     assert all(copy() is not None for copy in released)
     engine.release()
     assert [copy() for copy in released] == [None, None]
-    list(engine.stream([turn_of(engine, [*PROMPTS[3], *first.tokens, 7], place, max_tokens=8)]))
-    assert engine.prefixes.num_reused_tokens == len(PROMPTS[3]) + 7, "made again they are the same"
+    turn = np.array([*PROMPTS[3], *first.tokens, 7])
+    engine.generate([turn], params)
+    known = len(PROMPTS[3]) + 7 if prefix_bytes else 0
+    assert engine.prefixes.num_reused_tokens == known, "made again they are the same"
     replaced = copies()
     engine.params = jax.tree.map(lambda x: x * 1.5, tiny_model.params)
     assert [copy() for copy in replaced] == [None, None]
+    assert len(engine.prefixes) == 0
 
 
 # -- sessions: requests that join while others run

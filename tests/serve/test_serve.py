@@ -26,6 +26,7 @@ from tests.data.test_bridge import HERMES, LOOKUP, byte_tokenizer
 from tests.engine.test_engine import engine_for
 from tests.episodes.test_tool_formats import written
 
+INDENTED = HERMES.replace("c.function | tojson", "c.function | tojson(indent=1)")
 THINKING = HERMES.replace("{{ m.content }}", "{% if m.x %}</think>{% endif %}{{ m.content }}").replace(
     "assistant\n{% endif %}", "assistant\n{% if think %}<think>\n{% endif %}{% endif %}"
 )
@@ -69,7 +70,12 @@ def test_settings_default_to_those_of_the_engine():
         ({"response_format": FORMAT}, ("json_schema", json.dumps(SCHEMA))),
         ({"response_format": {"type": "text"}, "regex": "a+"}, ("regex", "a+")),
         ({"json_schema": json.dumps(SCHEMA)}, ("json_schema", json.dumps(SCHEMA))),
-        ({"response_format": None}, None),
+        ({"json_schema": SCHEMA}, ("json_schema", json.dumps(SCHEMA))),
+        ({"guided_json": SCHEMA}, ("json_schema", json.dumps(SCHEMA))),
+        ({"guided_choice": ["a.", "b"]}, ("regex", "a\\.|b")),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, ("json_schema", json.dumps(SCHEMA))),
+        ({"structured_outputs": {"json_object": True}}, ("json_schema", '{"type": "object"}')),
+        ({"structured_outputs": {"disable_any_whitespace": False}, "response_format": None}, None),
     ],
 )
 def test_constraints_of_requests(fields, constraint):
@@ -87,8 +93,10 @@ FAULTS = [
     ({"max_token": 3}, "unknown field 'max_token'; did you mean max_tokens"),
     ({"response_format": {"type": "xml"}}, "response_format must have the type text, json_object or json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "an object with a schema"),
-    ({"regex": "a", "response_format": FORMAT}, "regex and json_schema are two constraints"),
-    ({"json_schema": "{}", "response_format": FORMAT}, "response_format and json_schema are two constraints"),
+    ({"regex": "a", "response_format": FORMAT}, "regex and response_format have 2 constraints"),
+    ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs have 2 constraints"),
+    ({"structured_outputs": {"grammar": "root ::= a"}}, "structured_outputs has {'grammar'"),
+    ({"guided_choice": ["a", 1]}, "guided_choice has {'choice': "),
 ]
 CHAT_FAULTS = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of a message must be {'type'"),
@@ -152,7 +160,7 @@ def test_template_arguments_open_reasoning():
         (HERMES, {"reasoning_effort": "high"}, "the chat template reads no 'reasoning_effort'"),
         ("{{ messages[0].content }}", {"tools": [LOOKUP]}, "m has no tools: the chat template writes no tool calls"),
         (None, {}, "the model has no chat template"),
-        (HERMES, {"tools": [LOOKUP], "response_format": FORMAT}, "by tools or by a format, not by both"),
+        (INDENTED, {"tools": [LOOKUP], "response_format": FORMAT}, "need a model whose calls have names and arguments"),
         (THINKING, {"chat_template_kwargs": {"think": True}, "response_format": FORMAT}, "template opens reasoning"),
     ],
 )

@@ -339,7 +339,7 @@ def test_health_and_metrics(address, client):
     assert float(values['groupax_requests_total{path="/v1/completions",status="200"}']) >= 1
     for name in ("generation_tokens_total", "prompt_tokens_total", "time_to_first_token_seconds_count"):
         assert float(values[f'vllm:{name}{{model_name="demo"}}']) >= 1, name
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_hits_total"):
         assert f'vllm:{name}{{model_name="demo"}}' in values
     assert any(name.startswith("vllm:request_success_total{") for name in values)
     assert values['groupax_weights_version{model="demo"}'] == "0.0"
@@ -350,7 +350,7 @@ def test_the_command_serves_within_its_limits_and_drains():
     settings = ["--model", str(load_recipe("arithmetic").model), "--name", "demo", "--port", "0", "--chunk_steps", "8"]
     settings += ["--mesh", "-1", "1", "1", "1", "1", "--api_key", KEY, "--warmup", "1", "--warmup_tokens", "8"]
     settings += ["--chat_template", "plain", "--default_max_tokens", "3", "--max_queue", "6", "--max_body_mb", "0.001"]
-    settings += ["--max_connections", "2", "--drain_s", "60", "--no_log_requests"]
+    settings += ["--max_connections", "2", "--prefix_cache_gb", "0.001", "--drain_s", "60", "--no_log_requests"]
     command = [sys.executable, "-m", "groupax", "serve", *settings]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:

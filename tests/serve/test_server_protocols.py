@@ -14,6 +14,7 @@ from tests.conftest import TINY
 from tests.data.chat_tokenizers import chat_tokenizer
 from tests.data.test_bridge import LOOKUP
 
+from .test_serve import SCHEMA
 from .test_server import KEY, serving_engine
 
 pytestmark = pytest.mark.heavy
@@ -206,3 +207,50 @@ def test_an_openai_client_parses_what_it_receives(stories):
         for regex, message in (("(", "is not valid"), ("(?=a)b", "look-around")):
             with pytest.raises(openai.BadRequestError, match=message):
                 client.completions.create(**text, extra_body={"regex": regex})
+
+
+STRICT = {
+    "type": "function",
+    "function": {"name": "feed", "parameters": Pet.model_json_schema(), "strict": True, "description": "Feeds a pet."},
+}
+
+
+def test_arguments_of_strict_tools_are_valid():
+    tokenizer = chat_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048, "eos_token_id": tokenizer.eos_token_id}
+    model = init_model({**TINY, **sizes}, seed=0)
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": [STRICT], "max_tokens": 200}
+    chat["parallel_tool_calls"] = False
+    with serving_engine(model, tokenizer, "tiny") as (_, client):
+        create = client.chat.completions.create
+        for choice in ("required", {"type": "function", "function": {"name": "feed"}}):
+            for answer in create(**chat, n=4, seed=1, tool_choice=choice).choices:
+                assert answer.finish_reason == "tool_calls"
+                for call in answer.message.tool_calls:
+                    Pet.model_validate_json(call.function.arguments)
+        loose = {"name": "walk", "parameters": {"type": "object", "properties": {"steps": {"enum": [1, 23]}}}}
+        bare = {"name": "rest", "description": "Rests."}
+        tools = [{"type": "function", "function": each} for each in (loose, bare)]
+        for tool in tools:
+            [called] = create(**{**chat, "tools": [tool]}, tool_choice="required", seed=2).choices
+            [one, *_] = called.message.tool_calls
+            assert one.function.name == tool["function"]["name"]
+            assert set(json.loads(one.function.arguments)) <= {"steps"}
+        named = {"type": "function", "function": {"name": "rest"}}
+        [rested] = create(**{**chat, "tools": tools}, tool_choice=named).choices
+        assert [call.function.arguments for call in rested.message.tool_calls] == ["{}"]
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+        answers = create(**chat, n=8, seed=1, response_format=form).choices
+        for answer in answers:
+            if answer.message.tool_calls:
+                Pet.model_validate_json(answer.message.tool_calls[0].function.arguments)
+            else:
+                assert set(json.loads(answer.message.content)) == {"a"}
+        assert {answer.finish_reason for answer in answers} == {"stop", "tool_calls"}
+        assert create(**chat, seed=1).choices[0].finish_reason == "stop"  # text that begins no call, which ended
+        tokenizer.chat_template += "{% if thinks %}<think>{% endif %}"
+        with pytest.raises(openai.BadRequestError, match="the chat template opens reasoning"):
+            create(**chat, response_format=form, extra_body={"chat_template_kwargs": {"thinks": True}})
+        refused = {**STRICT, "function": {**STRICT["function"], "parameters": {"type": "object", "not": {}}}}
+        with pytest.raises(openai.BadRequestError, match="has 'not', which is not supported"):
+            create(**{**chat, "tools": [refused]})

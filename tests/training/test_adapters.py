@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from groupax import Engine, LoRAConfig, SamplingParams, add_adapter, init_model
-from groupax.engine.prefix_cache import Place
 from groupax.models.adapted import changes_of, stack_adapters
 from tests.models.test_lora import a_base, trained_randomly
 
@@ -90,19 +89,13 @@ def test_stored_beginnings_are_those_of_the_same_adapter():
     base = a_base()
     adapters = adapters_of(base)
     params = replace(PARAMS, n=1, ignore_eos=True)
-    engine, place = an_engine(base, adapters, prefix_bytes=1 << 20), Place(100)
-
-    def turn(prompt, name):
-        [sequence] = engine.sequences([prompt], params, adapter=name)
-        sequence.place = place
-        return next(engine.stream([sequence]))
-
-    first = turn(PROMPTS[0], "one")
-    prefix, longer = place.prefix, np.array([*first.prompt, *first.tokens, 5], np.int32)
+    engine = an_engine(base, adapters, prefix_bytes=1 << 20)
+    [[turn]] = engine.generate(PROMPTS[:1], params, adapter="one")
+    longer = [np.array([*turn.prompt, *turn.tokens, 5], np.int32)]
     for name, model in {"two": adapters["two"], None: base, "one": adapters["one"]}.items():
-        reused, place.prefix = engine.prefixes.num_reused_tokens, prefix
-        found = turn(longer, name)
-        [[alone]] = an_engine(model).generate([longer], params)
+        reused = engine.prefixes.num_reused_tokens
+        [[found]] = engine.generate(longer, params, adapter=name)
+        [[alone]] = an_engine(model).generate(longer, params)
         assert found.tokens == alone.tokens
         assert (engine.prefixes.num_reused_tokens > reused) == (name == "one")
 
