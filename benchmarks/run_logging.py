@@ -1,8 +1,8 @@
 """What logging costs: the arithmetic recipe with everything that is told of a run, how long training waits for it.
 
-The run reports to TensorBoard, keeps the rollouts of every step, and diagnoses. Wall times on a busy
-machine differ by more than that costs, so the time that the loop spends in its log is measured by itself, after the
-first steps, which compile.
+The run reports to TensorBoard, keeps the rollouts of every step, and diagnoses. Wall times on a busy machine differ by
+more than that costs, so the time that the loop spends in its log is measured by itself, after the first steps, which
+compile.
 """
 
 import argparse

@@ -63,7 +63,7 @@ class LoRAConfig:
     """
 
     r: int = ranged(8, 2**31 - 1, low=1)
-    lora_alpha: float = ranged(8, 1e6, low=1e-6)
+    lora_alpha: float | int = ranged(8, 1e6, low=1e-6)
     lora_dropout: float = ranged(0.0, 1, is_open=True)
     target_modules: str | Sequence[str] = ALL_LINEAR
     bias: LoRABias = "none"

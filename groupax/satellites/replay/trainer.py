@@ -186,14 +186,14 @@ def prepared(target: Target, args: GRPOConfig) -> Iterator[GRPOConfig]:
         args: The settings that the run had there.
 
     Raises:
-        ValueError: The run was continued with other settings between the state to start from and the step.
+        ValueError: The run was continued with other settings between the checkpoint to start from and the step.
     """
     saved = target.run.checkpoint(first_of_rollout(target.steps[0], args))
     first = 0 if saved is None else saved.step
     for step in target.run.changes:
         if first < step < target.step:
             raise ValueError(
-                f"the run was continued with other settings after step {step}, and it has no checkpoint or state from "
+                f"the run was continued with other settings after step {step}, and it has no checkpoint from "
                 f"there to the rollout of step {target.step}, so that this step cannot be repeated"
             )
     with tempfile.TemporaryDirectory(prefix="groupax-replay-") as folder:

@@ -171,7 +171,6 @@ class Run:
                 "num_metrics": len(self._columns),
                 "diagnostics": dict(list(severities.items())[:MAX_SHOWN_DIAGNOSTICS]),
                 "num_rollout_steps": len(steps),
-                "last_rollout_step": steps[-1] if steps else None,
                 "age_s": age_s,
                 "status": status,
                 "ending": ending,
