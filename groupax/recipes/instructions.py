@@ -21,7 +21,6 @@ from groupax.recipes.recipe import make_recipe
 from groupax.rewards.text import completion_text
 
 NUM_TRAIN, NUM_HELD_OUT = 4096, 200
-TASK = "Write one short sentence about {topic}. {instruction}"
 TOPICS = (
     *("rain", "snow", "tea", "milk", "dogs", "cats", "birds", "fish", "horses", "trees", "rivers", "lakes"),
     *("fire", "ice", "wind", "stars", "clouds", "cars", "trains", "boats", "planes", "bikes", "bread", "rice"),
@@ -48,12 +47,14 @@ class Kind:
         arguments: What may stand there.
         score: Takes an answer and the argument, and returns from 0 to 1 how well the answer follows the instruction.
         is_marked: Whether such an answer ends with a mark of its own, instead of that of a sentence.
+        task: What is to be written, before the instruction.
     """
 
     wordings: Sequence[str]
     arguments: Sequence[str]
     score: Callable[[str, str], float]
     is_marked: bool = False
+    task: str = "Write one short sentence about {}."
 
 
 def _share(parts: Sequence[str], is_good: Callable[[str], bool]) -> float:
@@ -96,6 +97,7 @@ KINDS = {
         ),
         ("two", "three"),
         _num_sentences_score,
+        task="Write a few words about {}.",
     ),
     "at_most_words": Kind(
         ("Use at most {} words.", "Do not write more than {} words.", "Stay within a limit of {} words."),
@@ -215,7 +217,7 @@ def _rows(rng: random.Random, wordings: str) -> Iterator[dict[str, Any]]:
             continue
         texts = kinds[name].wordings
         instruction = rng.choice(texts[:-1] if wordings == "train" else texts[-1:]).format(argument)
-        text = TASK.format(topic=topic, instruction=instruction)
+        text = f"{kinds[name].task.format(topic)} {instruction}"
         yield {"prompt": [{"role": "user", "content": text}], "kind": name, "argument": argument, "topic": topic}
 
 
