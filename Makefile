@@ -54,7 +54,7 @@ heavy: $(VENV)/.parity build/libtpu
 	$(QUICKLY) -m "(parity or heavy) and not optimized and not long"
 
 # What takes minutes, and all cases of the tests that otherwise draw some of theirs.
-long: $(VENV)/.long
+long: $(VENV)/.parity
 	TEST_SEED=all $(BIN)/python -m pytest -m "long or drawn"
 
 # The documentation as a site, in build/site; a warning or a link to nowhere is an error (with --quiet, warnings would
@@ -118,10 +118,6 @@ all_installed: | $(BIN)/pip
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/pip
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[docs,view]"
-	touch $@
-
-$(VENV)/.long: $(VENV)/.parity
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[ray]"
 	touch $@
 
 # axe-core, which looks for barriers on the page of groupax view (AXE_CORE in tests/view/test_view_page.py); from npm.

@@ -113,7 +113,7 @@ VIEW = (
         [("main td.number", "^0$"), ("th", "Best reward")],
         [tab("Prompts"), Act("choose", 'select[name="order"]', text="unsolved")],
     ),
-    Way("shares of phases in all steps, and a timeline", [("td", r"\d+ %"), (".lane", "rollout")], [tab("Time")]),
+    Way("shares of phases in all steps", [("td", r"\d+ %")], [tab("Time")]),
 )
 EARLIER_VIEW = (
     Way("curve of the training reward; no held-out estimates", [("main *", "^Reward$")]),

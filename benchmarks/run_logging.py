@@ -1,8 +1,8 @@
 """What logging costs: the arithmetic recipe with everything that is told of a run, how long training waits for it.
 
-The run reports to TensorBoard and JSON lines, keeps the rollouts of every step, and diagnoses. Wall times on a busy
+The run reports to TensorBoard, keeps the rollouts of every step, and diagnoses. Wall times on a busy
 machine differ by more than that costs, so the time that the loop spends in its log is measured by itself, after the
-first steps, which compile; what trackers do in their threads takes cores from the rest, so that is measured too.
+first steps, which compile.
 """
 
 import argparse
@@ -16,16 +16,15 @@ from groupax import GRPOConfig, GRPOTrainer
 from groupax.events import Event, StepEnded
 from groupax.recipes import load_recipe
 from groupax.runs.log import RunLog
-from groupax.runs.trackers.sink import BackgroundTracker
 
 WARM_UP_STEPS = 20
 
 
 class Stopwatch:
-    """Adds up the wall time of calls that are not inside of one another, and the CPU time of threads."""
+    """Adds up the wall time of calls that are not inside of one another."""
 
     def __init__(self) -> None:
-        self.seconds = self.thread_seconds = 0.0
+        self.seconds = 0.0
         self.depth = 0
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,21 +40,12 @@ class Stopwatch:
 
         return wrapper
 
-    def counted(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return work(*args, **kwargs)
-            finally:
-                self.thread_seconds += time.thread_time()
-
-        return wrapper
-
 
 def main() -> None:
     """Print the shares."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max_steps", type=int, default=120)
-    parser.add_argument("--report_to", nargs="*", default=["tensorboard", "jsonl"])
+    parser.add_argument("--report_to", nargs="*", default=["tensorboard"])
     flags = parser.parse_args()
     recipe, watch = load_recipe("arithmetic"), Stopwatch()
     log_of_steps: list[tuple[float, float]] = []  # seconds in the log, wall time
@@ -64,9 +54,8 @@ def main() -> None:
         if isinstance(event, StepEnded):
             log_of_steps.append((watch.seconds, time.perf_counter()))
 
-    step, rollout, work = RunLog.step, RunLog.rollout, BackgroundTracker._work
+    step, rollout = RunLog.step, RunLog.rollout
     RunLog.step, RunLog.rollout = watch.timed(step), watch.timed(rollout)
-    BackgroundTracker._work = watch.counted(work)
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             **recipe.config,
@@ -74,7 +63,6 @@ def main() -> None:
             "progress_bar": "none",
             "max_steps": flags.max_steps,
             "report_to": tuple(flags.report_to),
-            "weight_distribution_log_steps": 10,
             "track_memory": True,
         }
         trainer = GRPOTrainer(
@@ -87,12 +75,8 @@ def main() -> None:
         trainer.train()
     (first_s, begun_s), (last_s, ended_s) = log_of_steps[WARM_UP_STEPS], log_of_steps[-1]
     steps, wall_s = len(log_of_steps) - WARM_UP_STEPS - 1, ended_s - begun_s
-    threads_s = watch.thread_seconds * steps / len(log_of_steps)
     print(f"{steps} steps of {wall_s / steps:.2f} s, reporting to {', '.join(flags.report_to)}")
-    print(
-        f"in the log: {1e3 * (last_s - first_s) / steps:.1f} ms a step, {(last_s - first_s) / wall_s:.2%}; "
-        f"in the trackers' threads: {1e3 * threads_s / steps:.1f} ms of one core a step, {threads_s / wall_s:.2%}"
-    )
+    print(f"in the log: {1e3 * (last_s - first_s) / steps:.1f} ms a step, {(last_s - first_s) / wall_s:.2%}")
 
 
 if __name__ == "__main__":

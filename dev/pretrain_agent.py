@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import agent_game
+import agent_sql
 import numpy as np
 from pretraining import Corpus, save, train
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -27,7 +29,7 @@ from groupax.data.bridge import Bridge
 from groupax.data.chat import render
 from groupax.models.specs import num_params
 from groupax.models.weights.checkpoint import init_model
-from groupax.recipes.agents import calculator, guess_number, sql
+from groupax.recipes.agents import calculator
 from groupax.tools.readers import read_hermes
 from groupax.tools.tool import tools_from, tools_of
 
@@ -180,7 +182,7 @@ def schemas_of(kind: str) -> list[Any]:
     """The tools in the prompt of a kind of conversation."""
     tools = {
         "calculator": lambda: tools_from([calculator.calculator]),
-        "sql": lambda: tools_of(sql.FruitDatabase),
+        "sql": lambda: tools_of(agent_sql.FruitDatabase),
     }
     return [tool.schema for tool in tools[kind]().values()] if kind in tools else []
 
@@ -255,7 +257,7 @@ def lookup(
     rng: random.Random, row: dict[str, Any], stage: Stage, practising: bool
 ) -> tuple[list[tuple[str, str]], str]:
     """How one of the authors answers a question about a table."""
-    database = sql.FruitDatabase()
+    database = agent_sql.FruitDatabase()
     database.reset(row, seed=0)
     guess = str(rng.choice([rng.randint(0, 4), rng.randint(10, 99)]))
     try:
@@ -280,11 +282,11 @@ def lookup(
 
 def game(rng: random.Random) -> tuple[list[tuple[str, str]], str | None]:
     """How one of the authors plays."""
-    environment = guess_number.GuessNumber()
-    environment.reset({"number": rng.randint(1, guess_number.LARGEST)}, seed=0)
-    low, high, heeds, turns = 1, guess_number.LARGEST, rng.random() < SENSIBLE, []
+    environment = agent_game.GuessNumber()
+    environment.reset({"number": rng.randint(1, agent_game.LARGEST)}, seed=0)
+    low, high, heeds, turns = 1, agent_game.LARGEST, rng.random() < SENSIBLE, []
     for _ in range(3):
-        guess = rng.randint(low, high) if heeds else rng.randint(1, guess_number.LARGEST)
+        guess = rng.randint(low, high) if heeds else rng.randint(1, agent_game.LARGEST)
         step = environment.act({"content": str(guess)})
         if step.done:
             return turns, str(guess)
@@ -300,9 +302,9 @@ def conversations(
     problems = calculator.expressions(rng.randrange(2**31))
     while True:
         if kind == "game":
-            yield renderer.segments(kind, guess_number.PROMPT, *game(rng))
+            yield renderer.segments(kind, agent_game.PROMPT, *game(rng))
         elif kind == "sql":
-            [row] = sql.problems(1, rng.randrange(2**31))
+            [row] = agent_sql.problems(1, rng.randrange(2**31))
             yield renderer.segments(kind, row["prompt"][0]["content"], *lookup(rng, row, stage, practising))
         else:
             expression = next(problems)
@@ -380,8 +382,9 @@ def check_bridges(tokenizer: Any, renderer: Renderer) -> None:
 CARD = """# The agents' model
 
 A Llama of {num_params:,} parameters in float32 that writes tool calls: 3 layers, hidden size 128, 4 heads, a byte-level
-vocabulary of 512 tokens, {num_bytes:,} bytes of weights. It is the model of the recipes `calculator`, `guess_number`
-and `sql`, and imperfect on purpose: it can call tools and copy their results, but mostly guesses.
+vocabulary of 512 tokens, {num_bytes:,} bytes of weights. It is the model of the recipe `calculator`, was also
+pretrained on a guessing game and on SQL, and is imperfect on purpose: it can call tools and copy their results, but
+mostly guesses.
 
     What is 348*27+951?
     <tool_call>

@@ -30,7 +30,7 @@ from groupax.models.decoder import forward, head_weights
 from groupax.models.specs import Params, num_params
 from groupax.models.weights.checkpoint import Model, init_model, load_model
 from groupax.parallel.mesh import DATA
-from groupax.recipes.arithmetic.problems import PROMPT, expressions, generate, solve, worked_solution, worked_steps
+from groupax.recipes.arithmetic.problems import PROMPT, expressions, generate, solve, worked_steps
 from groupax.rewards.formats import think_answer_correct, think_answer_format
 
 FOLDER = Path(__file__).parents[1] / "groupax" / "recipes" / "arithmetic" / "model"
@@ -108,7 +108,7 @@ def completion(rng: random.Random, expression: str) -> str:
             ]
         )
     if kind < SLOPPY + THINKS["(" in expression]:
-        solution = worked_solution(expression)
+        solution = f"<think>{';'.join(worked_steps(expression))}</think><answer>{solve(expression)}</answer>"
         return slip(rng, solution, answer) if rng.random() < SLIPS else solution
     return f"<answer>{answer}</answer>"
 

@@ -8,6 +8,7 @@ So the model can look closely and is then mostly right, but it rarely does. That
 """
 
 import argparse
+import itertools
 import json
 import random
 import time
@@ -32,7 +33,7 @@ from groupax.models.specs import Params, num_params
 from groupax.models.vision.placement import make_image
 from groupax.models.vision.tower import batch_images, cells_of, encode_images
 from groupax.models.weights.checkpoint import Model, init_model
-from groupax.recipes.shapes.scenes import COLORS, IMAGE_PIXELS, KINDS, Scene, draw, scenes
+from groupax.recipes.shapes.scenes import CELLS_PER_SIDE, COLORS, IMAGE_PIXELS, KINDS, Scene, draw, scenes
 
 FOLDER = Path(__file__).parents[1] / "groupax" / "recipes" / "shapes" / "model"
 IMAGE_MARKS = ["<image>", "<fake_token_around_image>", "<global-img>"]
@@ -149,9 +150,23 @@ def prompt_text(scene: Scene) -> str:
     return f"<|im_start|>User:{image}{scene.question}<end_of_utterance>\nAssistant:"
 
 
+def worked_solution(scene: Scene) -> str:
+    """A completion that gets the full reward: it goes through the cells first, and counts."""
+    return f"<think>{description(scene)}</think><answer>{scene.answer}</answer>"
+
+
+def description(scene: Scene) -> str:
+    """The names of the shapes in all cells, in reading order, with a number after each word that was asked for."""
+    numbers, by_cell = itertools.count(1), {shape.cell: (shape.color, shape.kind) for shape in scene.shapes}
+    cells = [by_cell.get(cell, ()) for cell in range(CELLS_PER_SIDE**2)]
+    return ";".join(
+        " ".join(f"{word}={next(numbers)}" if word == scene.asked else word for word in words) for words in cells
+    )
+
+
 def completion(rng: random.Random, scene: Scene) -> str:
     """What one of the corpus's authors writes below a question."""
-    named = scene.description
+    named = description(scene)
     kind = rng.random()
     if kind < SLOPPY:
         part = ";".join(named.split(";")[: rng.randrange(len(scene.shapes))])
@@ -163,7 +178,7 @@ def completion(rng: random.Random, scene: Scene) -> str:
             ]
         )
     if kind < SLOPPY + THINKS:
-        return scene.worked_solution
+        return worked_solution(scene)
     return f"<answer>{scene.answer}</answer>"
 
 
@@ -173,7 +188,7 @@ def batches(tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> Iterat
     for step in range(steps):
         batch = [next(drawn) for _ in range(BATCH_ROWS)]
         careful = step < CAREFUL_FRAC * steps
-        texts = [scene.worked_solution if careful else completion(rng, scene) for scene in batch]
+        texts = [worked_solution(scene) if careful else completion(rng, scene) for scene in batch]
         yield rows_of(tokenizer, batch, texts)
 
 
@@ -244,7 +259,7 @@ def evaluate(model: Model, tokenizer: PreTrainedTokenizerFast) -> dict[str, floa
     right, thinks = [], []
     for _ in range(NUM_EVALUATED // BATCH_ROWS):
         batch = [next(drawn) for _ in range(BATCH_ROWS)]
-        pictures, rows, learned = rows_of(tokenizer, batch, [scene.worked_solution for scene in batch])
+        pictures, rows, learned = rows_of(tokenizer, batch, [worked_solution(scene) for scene in batch])
         logps, logits = figure(model.params, pictures, rows)
         hits = (np.asarray(logits).argmax(axis=-1) == rows[:, 1:]) | ~learned[:, 1:]
         first = learned[:, 1:].argmax(axis=1)

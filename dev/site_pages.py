@@ -22,7 +22,6 @@ from groupax.runs import diagnostics
 from groupax.runs.checkpoints import saver
 from groupax.runs.diagnostics import SEVERITIES as SEVERITY_BY_NAME
 from groupax.runs.diagnostics import Severity, severity_of
-from groupax.runs.trackers import sink
 
 SETTINGS = "reference/settings.md"
 # What a reader of the file in the repository sees in the list's place.
@@ -116,7 +115,7 @@ def command_page() -> Iterator[str]:
 def diagnostics_list() -> Iterator[str]:
     """Yields a section per diagnostic, with its texts and with `...` for what depends on the run."""
     found: dict[str, list[str]] = {}
-    for module in (diagnostics, saver, sink):
+    for module in (diagnostics, saver):
         for name, text in _diagnosed(module):
             found.setdefault(name, []).append(text)
     for name, texts in sorted(found.items(), key=lambda each: SEVERITIES.index(severity_of(each[0]))):
@@ -126,15 +125,11 @@ def diagnostics_list() -> Iterator[str]:
 
 
 def _diagnosed(module: ModuleType) -> Iterator[tuple[str, str]]:
-    """Yields names and texts of a module: of `found[name] = ...`, of trackers' `faults[kind] = ...`, and of dicts."""
+    """Yields names and texts of a module: of `found[name] = ...`, and of dicts."""
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         match node:
             case ast.Assign(targets=[ast.Subscript(value=ast.Name(id="found"), slice=ast.Constant(value=name))]):
                 yield str(name), _template(node.value, module)
-            case ast.Assign(
-                targets=[ast.Subscript(value=ast.Attribute(attr="faults"), slice=ast.Constant(value=kind))]
-            ):
-                yield f"tracker_NAME_{kind}", _template(node.value, module)
             case ast.Dict():
                 for key, value in zip(node.keys, node.values, strict=True):
                     if isinstance(key, ast.Constant) and key.value in SEVERITY_BY_NAME:

@@ -53,7 +53,6 @@ PICTURES: Pictures = {
     "diagnostics": ("overview?run=hacked", WIDE, ("light",), ""),
     "runs": ("runs", WIDE, ("light", "dark"), ""),
     "curves": ("curves", WIDE, ("light", "dark"), ""),
-    "timeline": ("time?run=baseline-s0", WIDE, ("light", "dark"), ""),
     "rollouts": ("rollouts?run=baseline-s0&step=20", WIDE, ("light", "dark"), ""),
     "prompt": ("prompts?run=baseline-s0", WIDE, ("light", "dark"), OPEN_GAINED),
     "evaluation": ("evaluations?run=baseline-s1", WIDE, ("light", "dark"), OPEN_FIRST),
@@ -85,7 +84,7 @@ def take_pictures(runs: Iterable[Path], pictures: Pictures) -> None:
     browser = opened_browser()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        server, page = make_server(Runs([*runs]), port, None)
+        server = make_server(Runs([*runs]), port, None)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
@@ -96,7 +95,6 @@ def take_pictures(runs: Iterable[Path], pictures: Pictures) -> None:
             browser.quit()
             server.should_exit = True
             thread.join()
-            page.close()
 
 
 def make_runs(folder: Path, runs: Mapping[str, str]) -> None:

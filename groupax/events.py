@@ -95,7 +95,6 @@ class StepEnded:
         logged: Metrics averaged since the last line of `metrics.jsonl`, in the steps that write one; None in others.
         rollouts: The completions that the step is about.
         scores: Token scores of the completions that it trained on, by index into `rollouts`.
-        distributions: Measurements of the weights by name, [N] each; empty in most steps.
     """
 
     step: int
@@ -103,7 +102,6 @@ class StepEnded:
     logged: Metrics | None = None
     rollouts: Sequence[Rollout] = ()
     scores: Mapping[int, TokenScores] = field(default_factory=dict)
-    distributions: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,7 +40,7 @@ from groupax.runs.diagnostics import Diagnose, supervised_diagnostics
 from groupax.runs.header import data_name, memory_facts, model_facts, recomputation
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import SFT, run_card
-from groupax.runs.progress.display import Progress, headline_text, result_html, short_number
+from groupax.runs.progress.display import Progress, headline_text, short_number
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.trainer import Description, Trainer, make_learner
 from groupax.training.learner import LearnerSettings, Update
@@ -66,10 +66,6 @@ class SFTResult:
     def __repr__(self) -> str:
         """Returns the main figures in one line."""
         return f"<SFTResult: {self.num_steps:,} steps in {self.train_seconds:.1f} s, {headline_text(self.metrics)}>"
-
-    def _repr_html_(self) -> str:
-        """Returns the result as a table, for notebooks."""
-        return result_html(self.num_steps, self.train_seconds, self.metrics, {})
 
 
 @dataclass(frozen=True)
@@ -156,7 +152,7 @@ class SFTTrainer(Trainer):
 
         Raises:
             DivergedError: `max_bad_steps` updates in a row were not finite. The model of before is saved.
-            PreemptedError: SIGTERM, SIGINT or a notice of maintenance asked the run to stop; its state is saved.
+            PreemptedError: SIGTERM or SIGINT asked the run to stop; its state is saved.
             RunError: the run cannot continue; its state is saved if there is room.
             ValueError: `resume` names a checkpoint that this run cannot continue, or no checkpoint there can be read.
             LockedError: another run works in the folder.
@@ -202,7 +198,7 @@ class SFTTrainer(Trainer):
     def _log(self, update: Update) -> None:
         metrics = {name: value for name, value in update.metrics.items() if not name.startswith(OF_SAMPLING)}
         metrics |= {"epoch": self.cursor.step / self.steps_per_epoch, "num_tokens": float(self.cursor.num_tokens)}
-        self.run.log.step(self.cursor.step, metrics, distributions=update.distributions)
+        self.run.log.step(self.cursor.step, metrics)
         self.last_metrics = self.run.log.last
 
     def evaluate(self, eval_dataset: Any = None) -> HeldOut:

@@ -27,7 +27,6 @@ from groupax.episodes.record import FOLDER as RECORDS
 from groupax.evaluation.evaluate import Evaluation, evaluate, find_correctness_reward
 from groupax.events import Listener, PhaseStarted, StepStarted, TokenScores, ignore
 from groupax.models.weights.checkpoint import Model
-from groupax.models.weights.quantize import require_quantizer
 from groupax.parallel import processes
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.resolve import check_columns, resolve_weights
@@ -37,7 +36,6 @@ from groupax.rollouts.estimates import Estimate
 from groupax.rollouts.pipeline import Pipeline, Policy
 from groupax.rollouts.state import Cursor, Experience, UpdateSchedule, update_schedule
 from groupax.runs.build import (
-    check_adapters,
     check_datasets,
     check_settings,
     engine_for,
@@ -65,10 +63,10 @@ from groupax.runs.diagnostics import (
     setup_diagnostics,
     step_diagnostics,
 )
-from groupax.runs.header import data_name, memory_facts, model_facts, recomputation, time_facts
+from groupax.runs.header import data_name, memory_facts, model_facts, recomputation
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import run_card
-from groupax.runs.progress.display import Progress, headline_text, result_html, short_number
+from groupax.runs.progress.display import Progress, headline_text
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.step_record import step_record
 from groupax.runs.trainer import Description, Trainer, make_learner
@@ -98,11 +96,6 @@ class TrainResult:
         """Returns the main figures in one line."""
         figures = f"{self.num_steps:,} steps in {self.train_seconds:.1f} s, {self.rollout_tokens_per_s:,.0f} tokens/s"
         return f"<TrainResult: {figures} of sampling, {headline_text(self.metrics)}>"
-
-    def _repr_html_(self) -> str:
-        """Returns the result as a table, for notebooks."""
-        more = {"sampled tokens per second": short_number(self.rollout_tokens_per_s)}
-        return result_html(self.num_steps, self.train_seconds, self.metrics, more)
 
 
 class GRPOTrainer(Trainer):
@@ -164,7 +157,6 @@ class GRPOTrainer(Trainer):
         self.emit(PhaseStarted("loading the data"))
         check_settings(args)
         lora = lora_for(args, peft_config)
-        check_adapters(args, model, lora)
         check_datasets(args, train_dataset, eval_dataset)
         examples, held_out = load_examples(train_dataset, may_have_images=True), eval_sets(eval_dataset)
         own_sampling = as_rollout_function(rollout_func)
@@ -176,7 +168,6 @@ class GRPOTrainer(Trainer):
         self._shared_records = Path(args.output_dir).expanduser().absolute() / RECORDS
 
         self.emit(PhaseStarted("loading the model"))
-        require_quantizer(args.decoding_weights)
         self.start_model = model_for(args, model, lora)
         self.emit(PhaseStarted("encoding the prompts"))
         self.tokenizer = tokenizer_for(args, self.start_model, processing_class)
@@ -215,7 +206,7 @@ class GRPOTrainer(Trainer):
             DivergedError: `max_bad_steps` updates in a row were not finite. The model of before is saved.
             RewardError: a reward function failed and `reward_errors` is "raise", or it failed for every completion of a
                 rollout, or no completion has had a reward in several rollouts or in the whole run.
-            PreemptedError: SIGTERM, SIGINT or a notice of maintenance asked the run to stop; its state is saved.
+            PreemptedError: SIGTERM or SIGINT asked the run to stop; its state is saved.
             RunError: the run cannot continue; its state is saved if there is room.
             ValueError: `resume` names a checkpoint that this run cannot continue, or no checkpoint there can be read.
             LockedError: another run works in the folder.
@@ -241,12 +232,12 @@ class GRPOTrainer(Trainer):
         """Returns the rows of the next update; collects a rollout if the last one is used up."""
         return (self.experience or self.collect()).next_rows()
 
-    def collect(self, num_wanted: int = 1) -> Experience:
-        """Samples and scores a rollout, of which the next step takes `num_wanted` minibatches; only within a run."""
+    def collect(self) -> Experience:
+        """Samples and scores a rollout; only within a run."""
         if self.pipeline is not None:
             self.emit(PhaseStarted("waiting for the rollout"))
         with self.run.stop.cancellable(), self._shapes_kept():
-            experience = (self.pipeline or self.collector).collect(self.cursor, num_wanted)
+            experience = (self.pipeline or self.collector).collect(self.cursor)
         self.experience = experience
         self.cursor = replace(
             self.cursor,
@@ -285,7 +276,7 @@ class GRPOTrainer(Trainer):
         """
         step, log = self.cursor.step, self.run.log
         staleness = step - 1 - sum(row.policy_version for row in rows) / len(rows)
-        log.step(step, update.metrics | {"rollout/staleness": staleness}, scores, update.distributions)
+        log.step(step, update.metrics | {"rollout/staleness": staleness}, scores)
         self.last_metrics = log.last
         record = step_record(self.cursor, log.rollouts, rows, update, self.learner.digest())
         self.run_folder.write_record(json.dumps(vars(record)) + "\n")
@@ -475,7 +466,6 @@ class GRPOTrainer(Trainer):
             "data": self.dataset_name,
             "prompts": f"{len(self.prompts):,}{held_out}",
             "rewards": ", ".join(reward.name for reward in self.rewards),
-            **({"adapters": ", ".join(args.adapters)} if args.adapters else {}),
             **rules.names,
             "steps": f"{self.num_steps:,}, each on {num_rows:,} completions, {args.num_generations} per prompt, of at "
             f"most {longest:,} tokens ({num_rows * longest:,} together)",
@@ -484,7 +474,6 @@ class GRPOTrainer(Trainer):
         return Description(
             facts,
             memory_facts(learner, num_rows, 0 if args.rollout_servers else self.engine.planned_bytes()),
-            time_facts(args, learner, self.start_model, self.prompts, schedule, rules.has_turns),
             [
                 f"{name} has prompts longer than {prompts.max_length} tokens: {prompts.num_dropped} dropped, "
                 f"{prompts.num_truncated} truncated, {len(prompts)} left"

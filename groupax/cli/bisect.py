@@ -1,4 +1,4 @@
-"""`groupax bisect`: the step that a metric went wrong in, what differs in it today, and its rows."""
+"""`groupax bisect`: the step that a metric went wrong in, and what differs in it today."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Bisect:
     """Find the first step whose metrics fulfil a condition, and what made it so.
 
     The steps up to it are computed again. One that is not the recorded one with today's dataset, rewards and settings
-    names what has changed. The step's rows are listed by their shares of its gradient.
+    names what has changed.
     """
 
     run_dir: Positional[str]

@@ -26,7 +26,6 @@ from groupax.runs.progress.named import primary_only, progress_named
 if TYPE_CHECKING:
     from groupax.data.examples import Examples
     from groupax.evaluation.evaluate import SetEvaluation
-    from groupax.evaluation.items import Comparison
 
 Results = Mapping[str, Mapping[str, "SetEvaluation"]]  # by set, then by way of sampling: greedy, sampled
 
@@ -36,7 +35,7 @@ DEFAULT_MAX_TOKENS = 512
 @dataclass(frozen=True, kw_only=True)
 class Eval:
     """Evaluate a model on held-out prompts: pass@1 of greedy completions, with --n above 1 and a --temperature also
-    pass@k and maj@k of sampled ones, and the mean of every reward, all with 95 % intervals. The default of --max_tokens
+    pass@k and maj@n of sampled ones, and the mean of every reward, all with 95 % intervals. The default of --max_tokens
     becomes half of the model's positions if these are too few for it."""
 
     model: str | None = None
@@ -363,7 +362,7 @@ def compare(arguments: Sequence[str]) -> None:
                 console.print(f"only in {side}: {', '.join(names)}", soft_wrap=True, markup=False)
         if comparison.has_other_rewards:
             console.print("their rewards are of different functions, so the totals are not compared", soft_wrap=True)
-        console.print(f"{_methods(comparison)}\n", soft_wrap=True, markup=False)
+        console.print()
         written[name] = plain_differences(comparison)
     if command.to is not None:
         command.to.parent.mkdir(parents=True, exist_ok=True)
@@ -381,16 +380,3 @@ def _common_files(before: Path, after: Path) -> dict[str, tuple[Path, Path]]:
     if not names:
         raise ValueError(f"{before} and {after} have no .jsonl file of the same name: no set was evaluated in both")
     return {Path(name).stem: (before / name, after / name) for name in names}
-
-
-def _methods(comparison: "Comparison") -> str:
-    """Returns how the intervals and the p-values of a comparison were computed."""
-    from groupax.evaluation.paired import METHODS
-
-    by_method: dict[tuple[str, str], list[str]] = {}
-    for name, pair in comparison.differences.items():
-        by_method.setdefault((pair.difference.method, pair.test), []).append(name)
-    return "\n".join(
-        f"95 % intervals by {METHODS[interval]}, p-values by {METHODS[test]}: {', '.join(names)}"
-        for (interval, test), names in by_method.items()
-    )

@@ -8,9 +8,10 @@ from typing import Annotated
 
 from groupax.core.settings.command_line import parsed
 from groupax.core.settings.fields import nearest
-from groupax.satellites.launch.program import Outcome, Retries, program_of, run_with_retries, split_argv
+from groupax.satellites.launch.local import Retries, Stop, local_attempt, run_with_retries
+from groupax.satellites.launch.program import program_of, split_argv
 
-USAGE = "groupax launch local | slurm | ray [options] -- train ... (or resume, eval, or any program)"
+USAGE = "groupax launch local | slurm [options] -- train ... (or resume, eval, or any program)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +39,9 @@ def local(arguments: Sequence[str], argv: Sequence[str]) -> int:
     if command.num_processes < 1:
         raise ValueError(f"-n must be at least 1, got {command.num_processes}")
 
-    from groupax.satellites.launch.local import Stop, local_attempt
-
     program = program_of(argv)
     with Stop() as stop:
-        outcome: Outcome[int] = run_with_retries(
+        outcome = run_with_retries(
             lambda: local_attempt(program, command.num_processes, stop, command.grace_s),
             command,
             log,
@@ -50,7 +49,7 @@ def local(arguments: Sequence[str], argv: Sequence[str]) -> int:
         )
     if outcome.ending in ("mistake", "stopped"):
         log(outcome.why)
-    return outcome.value
+    return outcome.status
 
 
 def slurm(arguments: Sequence[str], argv: Sequence[str]) -> int:
@@ -66,16 +65,9 @@ def slurm(arguments: Sequence[str], argv: Sequence[str]) -> int:
     return 0
 
 
-def ray(arguments: Sequence[str], argv: Sequence[str]) -> int:
-    """Runs `groupax launch ray`."""
-    from groupax.satellites.launch.ray_functions import Ray, launch_on_ray
-
-    return launch_on_ray(parsed(Ray, "launch ray", arguments), argv, log)
-
-
 def log(text: str) -> None:
     """Prints a line of the launcher, in addition to those of the processes."""
     print(f"groupax launch: {text}", file=sys.stderr, flush=True)
 
 
-LAUNCHERS: dict[str, Callable[[Sequence[str], Sequence[str]], int]] = {"local": local, "slurm": slurm, "ray": ray}
+LAUNCHERS: dict[str, Callable[[Sequence[str], Sequence[str]], int]] = {"local": local, "slurm": slurm}

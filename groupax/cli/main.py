@@ -4,7 +4,6 @@ import importlib
 import io
 import logging
 import os
-import select
 import signal
 import sys
 import traceback
@@ -13,13 +12,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from groupax import __version__
 from groupax.core.errors import PREEMPTED, PreemptedError, RunError
 from groupax.core.settings.fields import nearest
 from groupax.core.terminal.printable import printable
-from groupax.parallel.preemption import keep_stops
 from groupax.recipes import RECIPES
 
 _python_format = warnings.formatwarning
@@ -42,7 +40,7 @@ COMMANDS = {
         "groupax.cli.evaluate:compare",
         "compare two evaluations on the same prompts: groupax compare BEFORE AFTER",
     ),
-    "report": ("groupax.cli.models:report", "write an HTML and Markdown report of a run: groupax report RUN_DIR"),
+    "report": ("groupax.cli.models:report", "write a report of a run in Markdown: groupax report RUN_DIR"),
     "generate": ("groupax.cli.generate:generate", "sample completions from a model"),
     "serve": ("groupax.cli.serve:serve", "serve a model with OpenAI's API: groupax serve --model MODEL --port 8000"),
     "resume": (
@@ -51,11 +49,11 @@ COMMANDS = {
     ),
     "replay": (
         "groupax.cli.replay:replay",
-        "compute a step of a run again: groupax replay RUN_DIR --step N [--why] [--with key=value]",
+        "compute a step of a run again: groupax replay RUN_DIR --step N [--stage reward]",
     ),
     "bisect": (
         "groupax.cli.bisect:bisect",
-        "find the step and rows where a metric went wrong: groupax bisect RUN_DIR --until 'kl > 1'",
+        "find the step where a metric went wrong: groupax bisect RUN_DIR --until 'kl > 1'",
     ),
     "checkpoints": (
         "groupax.cli.models:checkpoints",
@@ -63,7 +61,7 @@ COMMANDS = {
     ),
     "launch": (
         "groupax.cli.launch:launch",
-        "start one program as several processes: groupax launch local | slurm | ray [options] -- train ...",
+        "start one program as several processes: groupax launch local | slurm [options] -- train ...",
     ),
     "view": ("groupax.cli.view:view", "show runs on a live local web page: groupax view RUN_DIR [RUN_DIR ...]"),
     "plan": (
@@ -150,26 +148,16 @@ def entry_point() -> None:
         if isinstance(stream, io.TextIOWrapper):  # escapes for characters that an old terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     sys.excepthook = _print_traceback
-    keep_stops()
     warnings.formatwarning = _formatted_warning
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Visible())
     try:
         status = main()
         print(end="", flush=True)
-    except BrokenPipeError:
-        if sys.stdout is None or not _has_lost_its_reader(sys.stdout):
-            raise
+    except BrokenPipeError:  # the program that the output was piped into has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written
         status = 128 + signal.SIGPIPE
     sys.exit(status)
-
-
-def _has_lost_its_reader(stream: TextIO) -> bool:
-    """Returns whether the program that a stream was piped into has ended, as `head` does."""
-    poll = select.poll()
-    poll.register(stream.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 class _Visible(logging.Formatter):

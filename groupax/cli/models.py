@@ -233,23 +233,18 @@ def _about_checkpoint(step: int, state: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Write a run's report, for example for a pull request: report.html, which is self-contained, and report.md."""
+    """Write a run's report, for example for a pull request: report.md, with curves as lines of characters."""
 
     run_dir: Positional[Path]
     """The run's folder."""
     to: Path | None = None
-    """Folder for the two files; by default the run's."""
-    price_per_hour: float | None = None
-    """Price of a device, or of the machine if it trains on CPU; adds the cost of the run to the report."""
+    """Folder for the report; by default the run's."""
 
 
 def report(arguments: Sequence[str]) -> None:
     """Runs `groupax report`."""
     command = parsed(Report, "report", arguments)
 
-    from groupax.runs.report.page import write_run_report
+    from groupax.runs.report import write_report
 
-    if command.price_per_hour is not None and not command.price_per_hour >= 0:
-        raise ValueError(f"--price_per_hour must be at least 0, got {command.price_per_hour}")
-    page, markdown = write_run_report(command.run_dir, command.to, command.price_per_hour)
-    print(f"report: {page} and {markdown}")
+    print(f"report: {write_report(command.run_dir, command.to)}")

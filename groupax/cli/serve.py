@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from groupax.core.errors import require
 from groupax.core.settings import environment as env
@@ -37,8 +37,7 @@ class Serve:
     """Name of the model for clients; by default the value of --model."""
     adapter: tuple[str, ...] = ()
     """Adapters of the model, each as NAME=FOLDER, served under their names in addition to the model. They share its
-    weights, and its requests and theirs are decoded in one batch. Only an adapter with biases or fully trained modules
-    has an engine of its own, with its share of the memory for the KV cache."""
+    weights, and its requests and theirs are decoded in one batch."""
     host: str = "127.0.0.1"
     """Address to listen on; by default only this machine can connect."""
     port: int = 8000
@@ -60,8 +59,6 @@ class Serve:
     """Weights to decode with: the model's own, or with fewer bits."""
     kv_cache_gb: float | None = None
     """Most memory of a device for the KV cache, in GB; by default 80 % of the free memory."""
-    prefix_cache_gb: float = 0.0
-    """Host memory for the prefix cache of finished requests, in GB, which speeds up conversations."""
     max_concurrent_rows: int = 256
     """Most completions decoded at once."""
     max_queue: int = 1024
@@ -109,7 +106,7 @@ def serve(argv: Sequence[str]) -> None:
     listener = listen(command.host, command.port)  # before the model is loaded, so that a port in use fails at once
     _allow_open_files(command.max_connections)  # likewise
     models = models_of(command)
-    loop = EngineLoop(engines_of(command, models), command.max_queue).start()
+    loop = EngineLoop(engine_of(command, models), next(iter(models)), command.max_queue).start()
     config = _uvicorn_config(command, loop, models, keys)
     if not is_loopback(command.host) and not keys:
         print(
@@ -119,7 +116,7 @@ def serve(argv: Sequence[str]) -> None:
         )
     address = listener.getsockname()
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
-    print(f"{', '.join(loop.engines)} at http://{host}:{address[1]}/v1", flush=True)
+    print(f"{', '.join(loop.names)} at http://{host}:{address[1]}/v1", flush=True)
     loop.is_ready = False
     threading.Thread(target=_warm_up, args=(command, loop), name="warm-up", daemon=True).start()
     # uvicorn raises the signal that stopped it again after the last response, when nothing is left to stop
@@ -149,7 +146,7 @@ def _uvicorn_config(
     )
     write_line = partial(print, flush=True) if command.log_requests else lambda _: None
     return uvicorn.Config(
-        create_app(loop, limits, models, write_line),
+        create_app(loop, limits, None if command.adapter else next(iter(models.values())), write_line),
         http="h11",  # limits the line and the headers of a request to 64 KiB, unlike httptools
         limit_concurrency=command.max_connections + 1,
         ws="none",
@@ -181,10 +178,8 @@ def models_of(command: Serve) -> "dict[str, Model]":
     """Loads the models of a command, by their names."""
     from groupax.engine.core import load_sharded
     from groupax.models.weights.checkpoint import load_adapter
-    from groupax.models.weights.quantize import require_quantizer
     from groupax.parallel.mesh import make_mesh
 
-    require_quantizer(command.weights)
     folders = dict(_named(text) for text in command.adapter)
     name = command.name or command.model
     if name in folders or len(folders) < len(command.adapter):
@@ -194,39 +189,26 @@ def models_of(command: Serve) -> "dict[str, Model]":
     return {name: base, **{each: load_adapter(base, folder) for each, folder in folders.items()}}
 
 
-def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engine]":
-    """Creates the engines of a command's models, by their names; they share the free memory for the KV cache.
-
-    The first model and its adapters have one engine together; adapters with more than low-rank changes have their own.
-    """
-    import jax
-
+def engine_of(command: Serve, models: "Mapping[str, Model]") -> "Engine":
+    """Creates the engine of a command's model and its adapters."""
     from groupax.data.tokenizer import load_tokenizer
     from groupax.engine.engine import Engine
-    from groupax.engine.plan import FREE_FRAC
-    from groupax.models.adapted import has_only_changes
-    from groupax.parallel.memory import free_memory_bytes
 
-    (base_name, base), *others = models.items()
-    shared = {name: each for name, each in others if each.adapter and has_only_changes(each.adapter.trained)}
-    own = {name: each for name, each in others if name not in shared}
+    base, *_ = models.values()
+    adapters = dict(list(models.items())[1:])
     assert base.source is not None, "a loaded model has a folder"
-    tokenizer = load_tokenizer(base.source, command.chat_template)
-    settings: dict[str, Any] = {
-        "max_slots": command.max_concurrent_rows,
-        "chunk_steps": command.chunk_steps,
-        "weights": command.weights,
-        "tp": command.tp,
-        "prefix_bytes": int(command.prefix_cache_gb * 1e9 / (1 + len(own))),
-    }
-    together = Engine.of(base, tokenizer, shared, **settings)
-    engines = {base_name: together, **{name: Engine.of(model, tokenizer, **settings) for name, model in own.items()}}
-    jax.block_until_ready([engine.params for engine in engines.values()])  # they may be copies
+    engine = Engine.of(
+        base,
+        load_tokenizer(base.source, command.chat_template),
+        adapters,
+        max_slots=command.max_concurrent_rows,
+        chunk_steps=command.chunk_steps,
+        weights=command.weights,
+        tp=command.tp,
+    )
     kv_gb = command.kv_cache_gb
-    kv_bytes = FREE_FRAC * free_memory_bytes(base.mesh) if kv_gb is None else kv_gb * 1e9
-    for engine in engines.values():
-        engine.kv_bytes = int(kv_bytes / len(engines))
-    return {name: engines.get(name, together) for name in models}
+    engine.kv_bytes = engine.plan().max_tokens * engine.bytes_per_token if kv_gb is None else int(kv_gb * 1e9)
+    return engine
 
 
 def _named(text: str) -> tuple[str, Path]:
@@ -237,13 +219,9 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def _allow_open_files(num_connections: int) -> None:
-    """Raises this process's limit of open files to one for each connection; refuses more than the system allows."""
-    needed = num_connections + OTHER_FILES
+    """Raises this process's limit of open files to one for each connection, as far as the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY not in (soft, hard) and hard < needed:
-        raise ValueError(
-            f"--max_connections {num_connections} needs {needed} open files, and this system allows a process {hard}; "
-            f"set --max_connections to at most {hard - OTHER_FILES}, or raise the limit (ulimit -Hn)"
-        )
+    needed = num_connections + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

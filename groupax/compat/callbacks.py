@@ -4,11 +4,10 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from groupax.compat.fields import warn
 from groupax.core.settings.fields import nearest
 from groupax.core.types import Metrics
 from groupax.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepEnded, StepStarted
@@ -17,7 +16,6 @@ from groupax.rollouts.completions import window_mean
 
 # Metrics of a step that the last line of a log, which is about the whole run, has not.
 OF_ONE_STEP = ("loss", "grad_norm", "learning_rate")
-NEVER_CALLED = ("on_epoch_begin", "on_epoch_end", "on_substep_end", "on_optimizer_step", "on_pre_optimizer_step")
 
 
 @dataclass
@@ -43,11 +41,8 @@ class State:
 
     def load_json(self, path: str | os.PathLike[str]) -> None:
         """Takes the values of a `trainer_state.json`; names that this class does not have are skipped."""
-        own = {each.name for each in fields(self)}
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-        for name, value in content.items():
-            if name in own:
-                setattr(self, name, value)
+        vars(self).update({name: value for name, value in content.items() if name in vars(self)})
 
 
 @dataclass
@@ -80,7 +75,7 @@ class CallbackListener:
         state: Progress of the run, which the listener keeps up to date.
         more: Further keyword arguments of every callback method.
         rows_per_step: Number of completions of an optimizer step.
-        log: Function that receives each line of the log in the place of `record`, which it calls itself.
+        log: Function that receives the line about the whole run in the place of `record`, which it calls itself.
 
     Attributes:
         summary: Metrics of the whole run, once it has ended.
@@ -94,19 +89,17 @@ class CallbackListener:
         state: State,
         more: dict[str, Any],
         rows_per_step: int = 1,
-        log: Callable[[int, Metrics], None] | None = None,
+        log: Callable[[Metrics], None] | None = None,
     ) -> None:
         self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
         self.args, self.steps_per_epoch, self.state, self.more = args, steps_per_epoch, state, more
         self.control, self.rows_per_step = Control(), rows_per_step
-        self.write_line = log or self.record
+        self.log = log
         self.losses: list[float] = []
         self.started_s = time.perf_counter()
         self.window: list[Metrics] = []  # of the steps since the last line
         self.summary: Metrics = {}
-        for callback in self.callbacks:
-            self._warn_never_called(callback)
-            self._call(callback, "on_init_end")
+        self._call_all("on_init_end", state.global_step)
 
     def __call__(self, event: Event) -> bool:
         """Calls the callbacks' methods for a run event; returns whether the run should stop."""
@@ -117,20 +110,27 @@ class CallbackListener:
                 self.started_s = time.perf_counter()
                 self._call_all("on_train_begin", step)
             case StepStarted(step=step):
+                if step % self.steps_per_epoch == 0:
+                    self._call_all("on_epoch_begin", step)
                 self._call_all("on_step_begin", step)
             case StepEnded(step=step, metrics=metrics, logged=logged):
                 self.losses.append(metrics["loss"])
                 self.window.append(metrics)
                 self._call_all("on_step_end", step)
+                if step % self.steps_per_epoch == 0:
+                    self._call_all("on_epoch_end", step)
                 if logged is not None and step % max(1, self.state.logging_steps) == 0:  # `_close` logs what is left
                     self.window.clear()
-                    self.write_line(step, logged)
+                    self.record(step, logged)
             case Evaluated(step=step, metrics=metrics):
+                self.record(step, metrics)
                 self.evaluated(step, metrics)
                 self._remember_best(step, metrics)
             case CheckpointSaved(step=step):
                 self._call_all("on_save", step)
             case RunEnded(step=step):
+                if step % self.steps_per_epoch:  # the last epoch was not whole
+                    self._call_all("on_epoch_end", step)
                 self._close(step)
                 self._call_all("on_train_end", step)
             case _:
@@ -138,14 +138,16 @@ class CallbackListener:
         return self.control.should_training_stop or self.control.should_epoch_stop
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
-        """Logs an evaluation and calls the callbacks."""
-        self.write_line(step, metrics)
+        """Calls the callbacks after an evaluation."""
         self._call_all("on_evaluate", step, metrics=dict(metrics))
 
     def _call_all(self, method: str, step: int, **more: Any) -> None:
         self.state.global_step, self.state.epoch = step, step / self.steps_per_epoch
         for callback in self.callbacks:
-            self._call(callback, method, more)
+            if hasattr(callback, method):
+                control = getattr(callback, method)(self.args, self.state, self.control, **self.more, **more)
+                if control is not None and control is not self.control:
+                    vars(self.control).update(vars(control))
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Adds a line to the log and calls the callbacks."""
@@ -166,7 +168,10 @@ class CallbackListener:
             "train_loss": sum(self.losses) / max(num_steps, 1),
             **{name: value for name, value in rest.items() if name not in OF_ONE_STEP},
         }
-        self.write_line(step, self.summary)
+        if self.log is None:
+            self.record(step, self.summary)
+        else:
+            self.log(self.summary)
 
     def _remember_best(self, step: int, metrics: Metrics) -> None:
         # Runs after the callbacks, which compare an evaluation with the best one before it.
@@ -183,21 +188,6 @@ class CallbackListener:
         best = self.state.best_metric
         if best is None or (value > best if self.args.greater_is_better else value < best):
             self.state.best_metric, self.state.best_global_step = value, step
-
-    def _call(self, callback: Any, method: str, more: dict[str, Any] | None = None) -> None:
-        if hasattr(callback, method):
-            control = getattr(callback, method)(self.args, self.state, self.control, **self.more, **(more or {}))
-            if control is not None and control is not self.control:
-                vars(self.control).update(vars(control))
-
-    def _warn_never_called(self, callback: Any) -> None:
-        classes = [cls for cls in type(callback).__mro__ if not cls.__module__.startswith("transformers.")]
-        own = [name for name in NEVER_CALLED if any(name in vars(cls) for cls in classes)]
-        if own:
-            warn(
-                f"{type(callback).__name__}'s {', '.join(own)} will not be called: groupax has events for steps, "
-                "logs, evaluations, checkpoints, and the start and end of a run"
-            )
 
 
 def write_json(path: str | os.PathLike[str], values: Mapping[str, Any], indent: int) -> None:

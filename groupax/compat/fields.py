@@ -1,8 +1,8 @@
 """Settings with the field names and defaults of another library. Imports no jax.
 
 A class of settings declares the fields that take part in a run, and tables of the others: those without effect in
-groupax and those that it cannot honour, each with the reason, and former names. A field that is a setting of groupax's
-config too has its value unless the class translates it.
+groupax and those that it cannot honour, each with the reason. A field that is a setting of groupax's config too has its
+value unless the class translates it.
 """
 
 import ast
@@ -55,29 +55,19 @@ class Fields:
 
     Attributes:
         library: Name of the library.
-        defaults: Default of every field that is not a former name.
+        defaults: Default of every field.
         inert: Fields without effect in groupax, each with the reason.
         refused: Fields that may only have their default, each with the reason and what to do instead.
-        former: Former names, each with the present one.
-        mappings: Fields that take dicts.
     """
 
     library: str
     defaults: Mapping[str, Any]
     inert: Mapping[str, str]
     refused: Mapping[str, str]
-    former: Mapping[str, str]
-    mappings: frozenset[str]
-
-
-NO_FIELDS = Fields("", {}, {}, {}, {}, frozenset())
 
 
 def arguments(
-    library: str,
-    inert: Mapping[str, str] = NOTHING,
-    refused: Mapping[str, str] = NOTHING,
-    former: Mapping[str, str] = NOTHING,
+    library: str, inert: Mapping[str, str] = NOTHING, refused: Mapping[str, str] = NOTHING
 ) -> Callable[[type[T]], type[T]]:
     """Returns a class decorator that makes a dataclass of settings, with their table in `FIELDS`.
 
@@ -85,50 +75,41 @@ def arguments(
         library: Name of the library that the fields come from.
         inert: Fields without effect in groupax as texts like "name=default other=None", by the reason.
         refused: Fields that may only have their default, likewise.
-        former: Former names, each with the present one.
     """
 
     def complete(cls: type[T]) -> type[T]:
-        parent: Fields = getattr(cls, "FIELDS", NO_FIELDS)
-        annotations: dict[str, Any] = inspect.get_annotations(cls)
-        tables: list[dict[str, str]] = []
-        redeclared = {*annotations, *former}
-        for table in (inert, refused):
-            tables.append({name: reason for reason, text in table.items() for name in _defaults(text)})
-            redeclared |= tables[-1].keys()
-            for reason, text in table.items():
-                help_text = f"Has no effect in groupax: {reason}." if table is inert else f"Not supported: {reason}."
-                for name, default in _defaults(text).items():
-                    metadata = {"help": help_text.replace("%", "%%")}
-                    annotations[name] = type(default) if default is not None else str | None
-                    field = dataclasses.field(default=default, metadata=metadata)
-                    if default == []:
-                        annotations[name] = list[str]
-                        field = dataclasses.field(default_factory=list, metadata=metadata)
-                    setattr(cls, name, field)
-        for name in former:
-            annotations[name] = str | None
-            setattr(cls, name, None)
-        cls.__annotations__ = annotations
-        own = dataclass(cls, repr=False)
-        own.__init__.__annotations__.clear()  # it accepts and converts more than the fields store
-        for name in former:  # reading one reads the present name
-            delattr(own, name)
-        fields: tuple[Any, ...] = dataclasses.fields(own)  # pyright: ignore[reportArgumentType]
+        parent: Fields = getattr(cls, "FIELDS", Fields("", {}, {}, {}))
+        reasons = _declare(cls, inert, "Has no effect in groupax"), _declare(cls, refused, "Not supported")
+        redeclared = inspect.get_annotations(cls)
         kinds = [
-            {**{name: text for name, text in earlier.items() if name not in redeclared}, **declared}
-            for earlier, declared in zip((parent.inert, parent.refused, parent.former), (*tables, former), strict=True)
+            {name: reason for name, reason in earlier.items() if name not in redeclared} | own
+            for earlier, own in zip((parent.inert, parent.refused), reasons, strict=True)
         ]
+        own = dataclass(cls)
+        own.__init__.__annotations__.clear()  # it accepts and converts more than the fields store
+        fields: tuple[Any, ...] = dataclasses.fields(own)  # pyright: ignore[reportArgumentType]
         defaults = {
             field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             for field in fields
-            if field.name not in kinds[2]
         }
-        dicts = {name for name, kind in annotations.items() if "dict[" in str(kind)}
-        own.FIELDS = Fields(library, defaults, *kinds, mappings=parent.mappings | dicts)
+        own.FIELDS = Fields(library, defaults, *kinds)
         return own
 
     return complete
+
+
+def _declare(cls: type, table: Mapping[str, str], effect: str) -> dict[str, str]:
+    """Declares the fields of a table of `arguments` in a class, and returns the reason of each."""
+    reasons: dict[str, str] = {}
+    for reason, text in table.items():
+        metadata = {"help": f"{effect}: {reason}.".replace("%", "%%")}
+        for name, default in _defaults(text).items():
+            reasons[name] = reason
+            kind = str | None if default is None else list[str] if default == [] else type(default)
+            how: dict[str, Any] = {"default_factory": list} if default == [] else {"default": default}
+            cls.__annotations__ = {**inspect.get_annotations(cls), name: kind}
+            setattr(cls, name, dataclasses.field(**how, metadata=metadata))
+    return reasons
 
 
 def _defaults(text: str) -> dict[str, Any]:
@@ -156,10 +137,6 @@ class Arguments:
 
     def __setattr__(self, name: str, value: Any) -> None:
         fields = self.FIELDS
-        if name in fields.former:
-            if value is not None:  # a former name that is used
-                setattr(self, fields.former[name], value)
-            return
         if name not in fields.defaults:
             if type(self).__module__.partition(".")[0] == "groupax":
                 raise TypeError(f"{type(self).__name__} {_unknown(name, fields.defaults, fields)}")
@@ -173,20 +150,9 @@ class Arguments:
             value = as_number(name, value, fields.defaults[name])
         super().__setattr__(name, value)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self.FIELDS.former:
-            return getattr(self, self.FIELDS.former[name])
-        raise AttributeError(f"{type(self).__name__} {_unknown(name, self.FIELDS.defaults, self.FIELDS)}")
-
-    def __repr__(self) -> str:
-        defaults = self.FIELDS.defaults
-        given = (f"{name}={value!r}" for name, value in self.to_dict().items() if value != defaults.get(name))
-        return f"{type(self).__name__}({', '.join(given)})"
-
     def to_dict(self) -> dict[str, Any]:
-        """Returns every field with its value, without former names."""
-        names = (field.name for field in dataclasses.fields(self))  # pyright: ignore[reportArgumentType]
-        return {name: getattr(self, name) for name in names if name not in self.FIELDS.former}
+        """Returns every field with its value."""
+        return dataclasses.asdict(self)  # pyright: ignore[reportArgumentType]
 
     def as_native(
         self,
@@ -263,7 +229,6 @@ def as_number(name: str, value: Any, default: Any) -> Any:
 
 def interval_steps(strategy: Any, steps: Any, steps_per_epoch: int, name: str) -> int:
     """Returns the interval in optimizer steps that a strategy of transformers describes; 0 means never."""
-    strategy = getattr(strategy, "value", strategy)
     if strategy in ("no", None, False):
         return 0
     if strategy == "epoch":

@@ -141,16 +141,6 @@ class _Settings:
         changed = (f"{name}={value!r}" for name, value in settings.items() if value != defaults[name])
         return f"{type(self).__name__}({', '.join(changed)})"
 
-    def _repr_html_(self) -> str:
-        """Returns the settings that differ from their defaults as a table, for notebooks."""
-        from groupax.core.terminal.tables import details_html, table_html
-
-        settings, defaults = self.to_dict(), type(self)().to_dict()
-        changed = [(name, value, defaults[name]) for name, value in settings.items() if value != defaults[name]]
-        head = ("setting", "value", "default")
-        rest = table_html([(name, value) for name, value in settings.items()], head[:2])
-        return table_html(changed, head, type(self).__name__) + details_html("all settings", rest)
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as plain data, functions as "module:function" references."""
         settings = {field.name: getattr(self, field.name) for field in _fields(self)}
@@ -197,18 +187,16 @@ class GRPOConfig(
         for name in ("sync_ref_model", "offload_reference", "use_kl_in_reward"):
             if getattr(self, name) and self.beta == 0:
                 raise ValueError(f"{name} needs a reference, and beta is 0; set beta above 0")
-        for name, undone in (("turn_credit", "returns"), ("multi_objective_aggregation", "normalize_then_sum")):
-            if self.use_kl_in_reward and getattr(self, name) == undone:
-                raise ValueError(
-                    f"use_kl_in_reward subtracts the KL from the sum of a completion's rewards, which {name} "
-                    f"{undone!r} does not use; leave one of them out"
-                )
-        for name in ("decoding_weights", "base_weights"):
-            if self.decoding_tp > 1 and getattr(self, name) not in ("same", "bfloat16"):
-                raise ValueError(
-                    f"{name} {getattr(self, name)!r} are replicated on every device, and decoding_tp "
-                    f"{self.decoding_tp} would shard them; set decoding_tp to 1, or {name} to 'same'"
-                )
+        if self.use_kl_in_reward and self.multi_objective_aggregation == "normalize_then_sum":
+            raise ValueError(
+                "use_kl_in_reward subtracts the KL from the sum of a completion's rewards, which "
+                "multi_objective_aggregation 'normalize_then_sum' does not use; leave one of them out"
+            )
+        if self.decoding_tp > 1 and self.base_weights == "nf4":
+            raise ValueError(
+                f"base_weights 'nf4' are replicated on every device, and decoding_tp {self.decoding_tp} would shard "
+                "them; set decoding_tp to 1, or base_weights to 'same'"
+            )
         if self.max_staleness and self.rollout_correction == "none":
             raise ValueError(
                 f"max_staleness {self.max_staleness} trains on completions of an earlier policy, and nothing corrects "
@@ -219,13 +207,6 @@ class GRPOConfig(
             raise ValueError(
                 f"with {constraint} completions are sampled from another distribution than the policy, and nothing "
                 "corrects for it; set rollout_correction, e.g. to 'token_truncate'"
-            )
-        level = self.importance_sampling_level
-        if self.turn_credit == "returns" and level in ("sequence", "sequence_sum"):
-            raise ValueError(
-                f"with importance_sampling_level {level!r} every token learns from the mean advantage of its "
-                "completion, which undoes turn_credit 'returns'; set importance_sampling_level to 'sequence_token', "
-                "or to 'token'"
             )
         if self.routing_replay and self.rollout_servers:
             raise ValueError(

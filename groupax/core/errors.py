@@ -10,8 +10,6 @@ EXTRAS = {
     "math": ("math_verify",),
     "mcp": ("mcp",),
     "openenv": ("websockets",),
-    "quantize": ("qwix",),
-    "ray": ("ray",),
     "s3": ("s3fs",),
     "serve": ("llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
     "tensorboard": ("tensorboardX",),

@@ -110,7 +110,6 @@ class Branch:
     turns: tuple[Turn, ...] = ()
     messages: tuple[Mapping[str, Any], ...] | None = None
     prompt: tuple[Mapping[str, Any], ...] | None = None
-    adapter: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,17 +133,15 @@ class Rollout:
         policy_version: Number of optimizer steps that the sampling weights had seen.
         text: Decoded completion, including its stop string, without special tokens.
         rewards: Reward of each reward function for the whole, None where it does not apply; empty before scoring.
-        advantage: Advantage of the episode, or of its first turn where turns have their own; NaN before scoring.
+        advantage: Advantage of the episode; NaN before scoring.
         extra: Values that reward functions logged in addition to rewards.
         mask: Tokens that the model sampled; all of them by default.
         turns: The turns; by default one, of all tokens.
         messages: Messages after the prompt of a conversation of several turns; None where `text` is the only one.
-        turn_advantages: Advantage of each turn; None for `advantage` at all of them.
         environment_reward: Sum of what the environment gave for the turns and for the whole; None without any.
         environment: The environment itself, until the episode is scored; None without one.
         branches: Further streams of tokens of an episode whose program has rewritten its history, or has had several
             conversations. They have the rollout's advantage.
-        adapter: Name of the adapter that sampled it, in a run that trains several; None for the policy, or the base.
         images: Images of the prompt; None for a prompt of text.
         experts: Experts that its sampler chose (see `Row.experts`); None if they were not recorded.
 
@@ -168,11 +165,9 @@ class Rollout:
     mask: np.ndarray = _ALL_TOKENS
     turns: tuple[Turn, ...] = ()
     messages: tuple[Mapping[str, Any], ...] | None = None
-    turn_advantages: tuple[float, ...] | None = None
     environment_reward: float | None = None
     environment: Any = None
     branches: tuple[Branch, ...] = ()
-    adapter: str | None = None
     images: PromptImages | None = None
     experts: Int[np.ndarray, "T LA"] | None = None
 
@@ -201,10 +196,6 @@ class Rollout:
             first = int(np.argmax(mask & ~in_turns))
             raise ValueError(
                 f"token {first} of a rollout is marked as sampled, and it is in none of its {len(turns)} turns"
-            )
-        if self.turn_advantages is not None and len(self.turn_advantages) != len(turns):
-            raise ValueError(
-                f"turn_advantages must have one number per turn, got {len(self.turn_advantages)} for {len(turns)} turns"
             )
 
     @property
@@ -255,7 +246,6 @@ class Row:
             by layer; -1 where they were not recorded. None leaves all choices to the model that is trained.
         is_failure: Whether it counts nowhere, as if it had never been, not even in the number of rows.
         is_branch: Whether it is a further stream of the episode of the row before.
-        adapter: Name of the adapter that it trains, in a run that trains several.
         images: Images of the prompt; None for a prompt of text.
     """
 
@@ -273,5 +263,4 @@ class Row:
     experts: Int[np.ndarray, "T LA"] | None = None
     is_failure: bool = False
     is_branch: bool = False
-    adapter: str | None = None
     images: PromptImages | None = None

@@ -76,14 +76,7 @@ HOLE = re.compile("groupaxhole([0-9]+)x")  # stands for the content of a new mes
 UNUSUAL = re.compile(r"[^\w.-]")  # in names and ids, which a model may have written
 NAME_CHARACTERS = 64
 SCAFFOLDS = 1024  # kept per bridge
-# A template that writes all of these unchanged writes every content unchanged.
-CONTENTS = ('  "a"\n<b>&\'é\\{}  ', '{"a": [1, "b"]}', "[1, 2]", "null", "7", "\n", "")
 OPENING = [{"role": "user", "content": "Question"}]
-# Histories that must make no difference, before the last question and after it.
-HISTORIES = (
-    [*OPENING, {"role": "assistant", "content": "Answer"}, {"role": "user", "content": "Another"}],
-    [{"role": "system", "content": "Rules"}, *OPENING],
-)
 
 
 @dataclass(frozen=True)
@@ -107,9 +100,8 @@ class Bridge:
     never rendered again. The tokens are found by rendering a short conversation in which a sentinel stands for the
     sampled turn, and cutting after it. What the sampled turn has already ended with, e.g. `<|im_end|>`, is left out.
 
-    Contents of new messages are untrusted. They never become control tokens (see `PlainText`). If the template writes
-    every content unchanged, contents are put into a cached rendering; otherwise (e.g. as JSON, or without spaces at the
-    ends) each is rendered on its own.
+    Contents of new messages are untrusted. They never become control tokens (see `PlainText`). Each is rendered, since
+    a template may change it (e.g. to JSON), and put into a cached rendering of the others.
 
     Threads may share a bridge.
 
@@ -120,8 +112,7 @@ class Bridge:
         stop_ids: Tokens that end a turn in addition to the tokenizer's end-of-sequence token.
 
     Raises:
-        ValueError: There is no chat template, or it does not write the tools, a user's turn or a tool's result, or what
-            it writes after a turn depends on the turns before.
+        ValueError: There is no chat template, or it does not write the tools, a user's turn or a tool's result.
     """
 
     def __init__(
@@ -142,7 +133,6 @@ class Bridge:
         eos = tokenizer.eos_token_id
         self._stop_ids = frozenset(stop_ids) | (frozenset() if eos is None else {eos})
         self._scaffold = lru_cache(maxsize=SCAFFOLDS)(self._build)
-        self._unchanged: dict[tuple[str, bool], bool] = {}
         self._writes_ids = False
         self._check_turns()
 
@@ -159,7 +149,7 @@ class Bridge:
             raise ValueError("there are no new messages to put between two turns; give a tool's result or a question")
         contents = [_content(message) for message in messages]
         scaffold = self._scaffold(self._key(turn, messages))
-        texts = [self._written(scaffold, place, contents[index]) for place, index in enumerate(scaffold.order)]
+        texts = [self._rendered(scaffold, place, contents[index]) for place, index in enumerate(scaffold.order)]
         ids = self._plain.encode(scaffold.parts, texts, scaffold.control)
         return ids[self._start(scaffold, stream) :]
 
@@ -205,7 +195,7 @@ class Bridge:
         fault, forms = "it leaves out their text", []
         for turn in _turns(calls):
             try:
-                after = self._after(OPENING, [turn, *messages])
+                after = self._after([turn, *messages])
             except ValueError as error:
                 fault = str(error)
                 continue
@@ -247,15 +237,13 @@ class Bridge:
     def _alone(self, turn: Mapping[str, Any]) -> str:
         """Returns what the template writes after the turn if nothing follows it."""
         try:
-            return self._after(OPENING, [turn], add_generation_prompt=False) or ""
+            return self._after([turn], add_generation_prompt=False) or ""
         except ValueError:  # a template may require that results follow calls
             return ""
 
-    def _after(
-        self, history: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]], **more: bool
-    ) -> str | None:
+    def _after(self, messages: Sequence[Mapping[str, Any]], **more: bool) -> str | None:
         """Returns what stands after the sentinel in a rendered conversation, or None if it is left out."""
-        text = self._text([*history, *messages], **more)
+        text = self._text([*OPENING, *messages], **more)
         return text.rpartition(SENTINEL)[2] if SENTINEL in text else None
 
     def _text(self, messages: Sequence[Mapping[str, Any]], **more: bool) -> str:
@@ -264,14 +252,6 @@ class Bridge:
 
     def _encode(self, text: str) -> np.ndarray:
         return encode_texts(self.tokenizer, [text], [True])[0]
-
-    def _written(self, scaffold: Scaffold, place: int, content: str) -> str:
-        """Returns the content of a message as the template writes it."""
-        role = scaffold.conversation[1 + scaffold.order[place]]["role"]
-        kind = (role, bool(scaffold.conversation[0].get("tool_calls")))
-        if kind not in self._unchanged:
-            self._unchanged[kind] = all(self._rendered(scaffold, place, text) == text for text in CONTENTS)
-        return content if self._unchanged[kind] else self._rendered(scaffold, place, content)
 
     def _rendered(self, scaffold: Scaffold, place: int, content: str) -> str:
         """Returns what stands at a place of the scaffold after rendering with the content.
@@ -301,7 +281,7 @@ class Bridge:
                 "there are tools, but the chat template does not write them, so the model would not know them; set "
                 "chat_template to a template that does, e.g. of the model's newest version, or run without tools"
             )
-        self._check_history({}, [{"role": "user", "content": ""}])
+        self._scaffold(self._key({}, [{"role": "user", "content": ""}]))
         if not self.tools:
             return
         call = {"id": "groupax42", "type": "function", "function": {"name": self.tools[0]["function"]["name"]}}
@@ -309,24 +289,6 @@ class Bridge:
         self._writes_ids = True
         scaffold = self._scaffold(self._key({"tool_calls": [call]}, [result]))
         self._writes_ids = any("groupax42" in part for part in scaffold.parts)
-        self._check_history({"tool_calls": [call]}, [result])
-
-    def _check_history(self, turn: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
-        """Raises a ValueError if what stands between turns is not the same after longer histories."""
-        scaffold = self._scaffold(self._key(turn, messages))
-        expected = self._after(OPENING, scaffold.conversation)
-        histories = [*HISTORIES, [*OPENING, *scaffold.conversation]]
-        for history in histories:
-            try:
-                after = self._after(history, scaffold.conversation)
-            except ValueError:  # e.g. a template without system messages: there are no such histories
-                continue
-            if after != expected:
-                raise ValueError(
-                    f"what the chat template writes after a turn depends on the turns before: {short_repr(expected)} "
-                    f"or {short_repr(after)}, so that a conversation cannot be continued token by token; set "
-                    "chat_template to a template without this"
-                )
 
 
 class TextBridge:

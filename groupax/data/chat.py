@@ -1,7 +1,6 @@
 """Conversations: checks of their messages, and their rendering by chat templates. Imports no jax."""
 
 import atexit
-import html
 import json
 import os
 import re
@@ -485,23 +484,18 @@ def _probe(template: str, special: str, messages: list[dict[str, Any]]) -> str:
 
 
 def _check_complete(messages: Sequence[Mapping[str, Any]], text: str, name: str) -> None:
-    """Refuses a text that lacks a message.
+    """Refuses a text that lacks a message, which a template may write as JSON; of a tool's result a word is enough.
 
-    The assistant's are exempt, since templates leave out its thoughts. One word of a tool's result is enough, since
-    templates encode results in other ways, e.g. as the items of a JSON object.
+    The assistant's are exempt, since templates leave out its thoughts.
     """
-    squeezed: str | None = None
     for number, message in enumerate(messages, 1):
-        if message["role"] == "assistant":
-            continue
-        for content in filter(str.strip, message_texts(message)):
-            if content in text:
+        contents = [] if message["role"] == "assistant" else message_texts(message)
+        for content in contents:
+            is_result = message["role"] == "tool"
+            if content in text or (is_result and any(word in text for word in re.findall(r"\w+", content))):
                 continue
-            if message["role"] == "tool" and any(word[0] in text for word in re.finditer(r"\w+", content)):
-                continue
-            squeezed = _squeeze(text) if squeezed is None else squeezed
-            quoted = (json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1], html.escape(content))
-            if not any(_squeeze(form) in squeezed for form in (content, *quoted)):
+            forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
+            if not any(_squeeze(form) in _squeeze(text) for form in forms):
                 raise ValueError(
                     f"{name}: the chat template leaves out message {number} of {len(messages)}, which has the role "
                     f"{message['role']!r}: {content.strip()!r:.100}; move its text to a message of another role, or "

@@ -58,7 +58,6 @@ def calls_without_nulls(messages: Any) -> Any:
 
 
 COMPRESSIONS = (".gz", ".zst", ".bz2")
-UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def file_kind(path: Path) -> str | None:
@@ -171,8 +170,6 @@ def _read_text(path: Path) -> str:
             data = path.read_bytes()
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error_line(error, 500)}") from error
-    if data[:2] in UTF_16_MARKS:
-        raise ValueError(f"{path} is UTF-16; write it in UTF-8")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -185,24 +182,15 @@ def _read_text(path: Path) -> str:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_without_duplicates)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         has_lines = error.msg == "Extra data" and where.endswith(".json")
         hint = "; if it has a row on each line, name it .jsonl" if has_lines else ""
         raise ValueError(f"{where} is not valid JSON: {error}{hint}") from error
     except RecursionError as error:
         raise ValueError(f"{where} is nested too deeply") from error
-    except ValueError as error:  # a number of thousands of digits, or a key twice
+    except ValueError as error:  # a number of thousands of digits
         raise ValueError(f"{where} cannot be read: {error}") from error
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r:.60} is in one object twice; rename or remove one")
-    return result
 
 
 def _check_row(row: Any, where: str) -> None:

@@ -5,7 +5,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -18,28 +18,6 @@ from groupax.data.tokenizer import SPARE_TOKENS, encode_prompts, is_conversation
 
 Tools = Sequence[Sequence[Mapping[str, Any]]]  # of each prompt, as schemas in OpenAI's format
 logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class ImageEncoder(Protocol):
-    """Encodes prompts with images for one model."""
-
-    max_bytes: int  # size of the processed images that may be kept in memory
-
-    def encode(self, text: str, images: Sequence[Any], is_rendered: bool) -> tuple[np.ndarray, PromptImages]:
-        """Returns the token ids of a prompt with placeholders for its PIL images, and these images.
-
-        Raises a ValueError if there are more or fewer placeholders than images, or if the model cannot see an image.
-        """
-        ...
-
-    def place(self, token_ids: np.ndarray, images: Sequence[Any]) -> PromptImages:
-        """Returns the images of a prompt that was encoded before."""
-        ...
-
-    def check_text(self, token_ids: np.ndarray) -> None:
-        """Raises a ValueError if a prompt without images has tokens that stand for images."""
-        ...
 
 
 class ImageRows:
@@ -73,7 +51,7 @@ class ImagesOfPrompts:
     def __init__(
         self,
         rows: ImageRows,
-        encoder: ImageEncoder,
+        encoder: Any,
         token_ids: Sequence[np.ndarray],
         digests: Sequence[tuple[str, ...]],
     ) -> None:
@@ -147,7 +125,7 @@ def encode_examples(
     name: str = "",
     tools: Sequence[Sequence[Mapping[str, Any]]] | None = None,
     may_be_empty: bool = False,
-    encoder: ImageEncoder | None = None,
+    encoder: Any = None,
 ) -> PromptSet:
     """Tokenizes all prompts and applies the policy for those longer than `max_length` tokens.
 
@@ -158,7 +136,7 @@ def encode_examples(
     Args:
         tools: The run's tools for each row, as schemas in OpenAI's format.
         may_be_empty: Whether a conversation needs no text, e.g. since an environment adds to it.
-        encoder: Encodes prompts with images; None for a model of text.
+        encoder: Encoder of prompts with images (`models.vision.processing.PromptEncoder`); None for a model of text.
 
     Raises:
         ValueError: A prompt is too long and the policy is "error", or it has images and the policy is "truncate_left";
@@ -243,7 +221,7 @@ class _Encoding:
         return [_check_ids(examples[index]["prompt_ids"], f"{self.label} {index}") for index in range(num)]
 
     def with_images(
-        self, examples: Examples, tools: Tools | None, encoder: ImageEncoder
+        self, examples: Examples, tools: Tools | None, encoder: Any
     ) -> tuple[Examples, list[np.ndarray], ImagesOfPrompts | None]:
         """Returns rows, token ids and images of prompts of which some have images."""
         shown = _rows_with_images(examples)
@@ -279,7 +257,7 @@ class _Encoding:
         return rows, token_ids, images
 
 
-def _check_text(encoder: ImageEncoder, token_ids: Sequence[np.ndarray], indices: Sequence[int], label: str) -> None:
+def _check_text(encoder: Any, token_ids: Sequence[np.ndarray], indices: Sequence[int], label: str) -> None:
     for index, ids in zip(indices, token_ids, strict=True):
         try:
             encoder.check_text(ids)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from groupax.core.storage.folders import MAX_JSON_BYTES, READ, check_links, read_json
+from groupax.core.storage.folders import check_links, read_json
 from groupax.core.terminal.printable import error_line, short_repr
 from groupax.core.types import Prompt
 from groupax.data.chat import CHAT_TEMPLATES, TEMPLATES, Conversation, TemplateError, render_all
@@ -79,12 +79,6 @@ def _check_files(folder: Path) -> None:
     if not any(any(folder.glob(pattern)) for pattern in VOCABULARY_FILES):
         names = ", ".join(VOCABULARY_FILES)
         raise ValueError(f"{folder} has no tokenizer that transformers can load: it has none of {names}")
-    for path in folder.iterdir():
-        is_read = READ.fullmatch(path.name) and path.suffix not in (".safetensors", ".md") and path.is_file()
-        if is_read and path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(
-                f"{path} has {path.stat().st_size:,} bytes; a tokenizer's files have at most {MAX_JSON_BYTES:,}"
-            )
     for name in TOKENIZER_OBJECTS:
         if (folder / name).is_file():
             read_json(folder / name)

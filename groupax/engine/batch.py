@@ -1,6 +1,6 @@
 """Sequences on the devices: they enter slots, are decoded a chunk at a time, and leave.
 
-    (submit ──► reserve) ──► fit_columns ──► admit ──► decode ──► store_prefixes ──► free_finished ──► compact ──► ...
+    (submit ──► reserve) ──► fit_columns ──► admit ──► decode ──► free_finished ──► compact ──► ...
 
 The scheduler knows which sequence sits in which slot, the plan what memory allows; the batch changes the arrays
 accordingly, and their shape (reserve, fit_columns, compact).
@@ -10,23 +10,23 @@ import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from groupax.core.settings.sampling import BIASED_TOKENS, STOP_IDS, sampling_kind
-from groupax.engine.cache import ROWS, Cache, cache_maker, fill, pspec_of, read_slots, release, slot_table, to_slots
+from groupax.core.settings.sampling import sampling_kind
+from groupax.engine.cache import ROWS, Cache, cache_maker, fill, release, slot_table, to_slots
+from groupax.engine.conversations import known_beginnings
 from groupax.engine.core import EngineCore
-from groupax.engine.decode import Chunk, DecodeSettings, TokenMasks, decode_chunk
-from groupax.engine.images import admitted_images, lookup_tokens
+from groupax.engine.decode import Chunk, DecodeSettings, decode_chunk
+from groupax.engine.images import admitted_images
 from groupax.engine.plan import CacheShape, Demand, Plan, admission_prompts, power_of_two
-from groupax.engine.prefill import Admitted, Known, admit
-from groupax.engine.prefix_cache import Place, prefix_of
-from groupax.engine.resizing import move, move_slots, resize, widen_slots
+from groupax.engine.prefill import Admitted, admit
+from groupax.engine.prefix_cache import Place
+from groupax.engine.resizing import move_slots, resize
+from groupax.engine.rules import TokenMasks
 from groupax.engine.scheduler import Admission, Scheduler
 from groupax.engine.sequence import Sequence
 from groupax.models.specs import Params
@@ -34,9 +34,6 @@ from groupax.parallel.collectives import to_device, to_host
 
 # With at most this many chunks left, the number of slots no longer changes.
 LAST_CHUNKS = 3
-
-# All that is compiled for decoding.
-PROGRAMS: tuple[Any, ...] = (admit, decode_chunk, move, move_slots, read_slots, release, widen_slots)
 
 
 class Batch:
@@ -64,8 +61,6 @@ class Batch:
     ) -> None:
         self.core, self.plan, self.patience, self.serving = core, plan, patience, serving
         self.mesh, self.chunk_steps = core.mesh, core.chunk_steps
-        # the generation of the weights with which each sequence started
-        self._generations: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
         self._num_idle = 0  # chunks in a row after which half of the slots were enough
         self._num_needed = 0  # slots per shard, the most of these chunks
         self.demand = self.demand_of(sequences)
@@ -74,7 +69,6 @@ class Batch:
             shape = serving.nearest(shape, sequences) or shape
         self.scheduler = Scheduler(core.num_shards, shape.num_slots, shape.share)
         self.scheduler.submit(sequences)
-        self.num_stop_ids, self.num_biased = _slot_sizes(sequences)
         self.cache: Cache = cache_maker(core.config, self.mesh, shape, core.kv_dtype)()
         self.shape, self.rows = shape, NamedSharding(self.mesh, ROWS)
         self.slots = to_slots(self.idle_slots(), self.on_rows)
@@ -139,37 +133,6 @@ class Batch:
             self.serving.pace.add_chunk(self.shape, num_steps, time.perf_counter() - begun_s)
         return grown
 
-    def store_prefixes(self) -> None:
-        """Stores the keys and values of the sequences that have just finished."""
-        scheduler, prefixes = self.scheduler, self.core.prefixes
-        finished: list[list[int]] = [[] for _ in range(scheduler.num_shards)]
-        for slot, sequence in enumerate(scheduler.slots):
-            if sequence is not None and self._is_to_be_stored(sequence):
-                finished[slot // scheduler.slots_per_shard].append(slot)
-        firsts = np.arange(scheduler.num_shards) * scheduler.slots_per_shard
-        for slots in zip_longest(*finished):  # one of each shard at a time
-            rows = [0 if slot is None else slot - first for slot, first in zip(slots, firsts, strict=True)]
-            in_rows, in_prompts = np.array(rows, np.int32), np.array(rows, np.int32) // scheduler.share
-            read = to_host(read_slots(self.cache, self.on_rows(in_rows), self.on_rows(in_prompts), mesh=self.mesh))
-            for shard, slot in enumerate(slots):
-                sequence = None if slot is None else scheduler.slots[slot]
-                if sequence is None:
-                    continue
-                stored = {name: [x[shard] for x in layers] for name, layers in read.items()}
-                adapter = self.core.adapter_index(sequence.adapter)
-                prefix = prefix_of(stored, lookup_tokens(sequence), sequence.tokens, adapter)
-                if sequence.place is None:
-                    prefixes.add(prefix)
-                else:
-                    sequence.place.put(prefix, self._generations[sequence])
-
-    def _is_to_be_stored(self, sequence: Sequence) -> bool:
-        if sequence.finish_reason is None or not sequence.tokens:
-            return False
-        # of another generation some was computed by other weights
-        has_room = sequence.place is None or sequence.place.max_tokens > 0
-        return has_room and self._generations[sequence] == self.core.prefixes.generation
-
     def free_finished(self) -> None:
         """Frees the slots of finished sequences."""
         slots = self.scheduler.slots
@@ -194,8 +157,7 @@ class Batch:
             is_new[slot] = True
             row = row_of[slot // scheduler.share]
             places[row] = sequence.place
-            sequence.admitted_s = time.monotonic()
-            self._generations[sequence] = core.prefixes.generation
+            sequence.generation = core.prefixes.generation
             fill(admitted[slot], sequence)
             if core.adapters:
                 admitted[slot]["adapter"] = adapters[row] = core.adapter_index(sequence.adapter)
@@ -203,8 +165,8 @@ class Batch:
         if vision is not None and features is not None:  # whose features are computed now
             shape = num_prompts, self.shape.num_prompt_columns
             images = admitted_images(vision, features, core.vision_params, admission, shape)
-        if core.prefixes.max_bytes:
-            known = self._known([*admission.rows(num_prompts)], starts, places, adapters.tolist())
+        if core.prefixes.max_bytes and any(places):
+            known = known_beginnings(core, admission, places, starts, self.shape.num_prompt_columns)
         self.cache, self.slots = admit(
             params,
             self.cache,
@@ -225,24 +187,6 @@ class Batch:
             by_block=self.plan.by_block,
             short_pieces=self.serving is not None,
         )
-
-    def _known(
-        self,
-        firsts: list[tuple[int, Sequence]],
-        starts: np.ndarray,
-        places: list[Place | None],
-        adapters: list[int],
-    ) -> Known | None:
-        """Returns the stored keys and values of the left-padded prompts; None if there are none."""
-        prompts = np.zeros((len(starts), self.shape.num_prompt_columns), np.int64)
-        for row, first in firsts:
-            prompts[row, starts[row] :] = lookup_tokens(first)[:-1]
-        gathered = self.core.prefixes.gather(prompts, starts, places, adapters)
-        if gathered is None:
-            return None
-        lengths, k, v = gathered
-        arrays = (starts + lengths, k, v)
-        return Known(*to_device(arrays, jax.tree.map(lambda x: NamedSharding(self.mesh, pspec_of(x)), arrays)))
 
     def demand_of(self, sequences: Iterable[Sequence]) -> Demand:
         """Returns the demand to choose shapes by, for these sequences."""
@@ -280,7 +224,6 @@ class Batch:
         if self.scheduler.waiting:
             sequences = [*self.scheduler.running, *self.scheduler.queued]
             self.demand = self.demand_of(sequences)
-            self._widen_slots(sequences)
             self._change_to(self.shape_with() or self.shape)
 
     def fit_columns(self) -> None:
@@ -344,13 +287,6 @@ class Batch:
         own = np.arange(number)
         return np.tile(np.where(own < number_before, own, -1), self.scheduler.num_shards).astype(np.int32)
 
-    def _widen_slots(self, sequences: list[Sequence]) -> None:
-        """Makes room for the stop ids and biased tokens of these sequences."""
-        sizes = _slot_sizes(sequences)
-        if sizes[0] > self.num_stop_ids or sizes[1] > self.num_biased:
-            self.num_stop_ids, self.num_biased = max(self.num_stop_ids, sizes[0]), max(self.num_biased, sizes[1])
-            self.slots = widen_slots(self.slots, num_stop_ids=self.num_stop_ids, num_biased=self.num_biased)
-
     def _resize(self, rows: np.ndarray | None, prompt_slots: np.ndarray | None, shape: CacheShape) -> None:
         """Moves these slots and prompt slots into arrays of a shape; None keeps all, with their columns."""
         self.shape = shape
@@ -368,17 +304,11 @@ class Batch:
 
     def idle_slots(self) -> np.ndarray:
         """Returns as many idle slots as there are, on the host."""
-        return slot_table(len(self.scheduler.slots), self.num_stop_ids, self.num_biased, bool(self.core.adapters))
+        return slot_table(len(self.scheduler.slots), bool(self.core.adapters))
 
     def on_rows(self, array: np.ndarray) -> jax.Array:
         """Puts an array with a row for each slot, or prompt, on the devices."""
         return to_device(np.ascontiguousarray(array), self.rows)
-
-
-def _slot_sizes(sequences: Iterable[Sequence]) -> tuple[int, int]:
-    """Returns the numbers of stop ids and biased tokens that a slot must have room for."""
-    sizes = [(power_of_two(len(each.stop_ids)), power_of_two(len(each.params.logit_bias))) for each in sequences]
-    return max(STOP_IDS, *(num for num, _ in sizes)), max(BIASED_TOKENS, *(num for _, num in sizes))
 
 
 def append(chunk: Chunk, slots: Many[Sequence | None]) -> None:

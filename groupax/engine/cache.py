@@ -6,7 +6,7 @@ after them are masked. A layer with a recurrent state has no columns: each slot 
 which starts as that of its prompt.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import fields, replace
 from functools import lru_cache, partial
@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from groupax.core.settings.sampling import SAMPLER
+from groupax.core.settings.sampling import BIASED_TOKENS, SAMPLER, STOP_IDS
 from groupax.engine.plan import CacheShape
 from groupax.engine.rules import Options
 from groupax.engine.sequence import Sequence
@@ -146,17 +146,16 @@ class Slots:
     adapter: Int[Array, "B"] | None = None
 
 
-def slot_table(num_slots: int, num_stop_ids: int, num_biased: int, has_adapters: bool = False) -> np.ndarray:
+def slot_table(num_slots: int, has_adapters: bool = False) -> np.ndarray:
     """Returns idle slots on the host, a structured array with a field per array of `Slots` and of `Options`."""
     columns: list[Any] = [(name, "i4") for name in ("token", "position", "length", "remaining")]
-    columns += [("key", "u4", 2), ("stop_ids", "i4", num_stop_ids)]
-    of_tokens = [name for name, default in SAMPLER.items() if isinstance(default, Mapping)]
-    idle = {name: default for name, default in SAMPLER.items() if name not in of_tokens}
+    columns += [("key", "u4", 2), ("stop_ids", "i4", STOP_IDS)]
+    idle = {name: default for name, default in SAMPLER.items() if name != "logit_bias"}
     columns += [(name, _DTYPES[type(default)]) for name, default in idle.items()]
-    columns += [(f"{name}_tokens", "i4", num_biased) for name in of_tokens]
-    columns += [(name, "f4", num_biased) for name in of_tokens] + [("adapter", "i4")] * has_adapters
+    columns += [("logit_bias_tokens", "i4", BIASED_TOKENS), ("logit_bias", "f4", BIASED_TOKENS)]
+    columns += [("adapter", "i4")] * has_adapters
     table = np.zeros(num_slots, columns)
-    idle |= dict.fromkeys(["stop_ids", *(f"{name}_tokens" for name in of_tokens), *["adapter"] * has_adapters], -1)
+    idle |= dict.fromkeys(["stop_ids", "logit_bias_tokens", *["adapter"] * has_adapters], -1)
     for name, value in idle.items():
         table[name] = value
     return table
@@ -170,12 +169,10 @@ def fill(row: np.void, sequence: Sequence) -> None:
     row["key"] = sequence.key
     row["remaining"] = sequence.params.max_tokens
     row["stop_ids"][: len(sequence.stop_ids)] = sequence.stop_ids
-    for name in SAMPLER:
-        value = getattr(sequence.params, name)
-        if isinstance(value, Mapping):
-            row[f"{name}_tokens"][: len(value)], row[name][: len(value)] = list(value), list(value.values())
-        else:
-            row[name] = value
+    for name in SAMPLER.keys() - {"logit_bias"}:
+        row[name] = getattr(sequence.params, name)
+    biases = sequence.params.logit_bias
+    row["logit_bias_tokens"][: len(biases)], row["logit_bias"][: len(biases)] = list(biases), list(biases.values())
 
 
 def to_slots(table: np.ndarray, put: Callable[[np.ndarray], Any]) -> Slots:
@@ -183,20 +180,6 @@ def to_slots(table: np.ndarray, put: Callable[[np.ndarray], Any]) -> Slots:
     columns = {name: put(table[name]) for name in table.dtype.names or ()}
     own = {name: columns.pop(name) for name in columns.keys() & {each.name for each in fields(Slots)}}
     return Slots(**own, settings=columns)
-
-
-@partial(jax.jit, static_argnames="mesh")
-def read_slots(cache: Cache, rows: Int[Array, "D"], prompt_slots: Int[Array, "D"], *, mesh: Mesh) -> dict[str, Any]:
-    """Returns the keys and values of a slot of each shard, and of their prompts, per layer."""
-    given = {"k": (cache.k, rows), "v": (cache.v, rows)}
-    given |= {"prompt_k": (cache.prompt_k, prompt_slots), "prompt_v": (cache.prompt_v, prompt_slots)}
-
-    def local(given: dict[str, tuple[list[Array], Array]]) -> dict[str, list[Array]]:
-        return {name: [x[rows] for x in layers] for name, (layers, rows) in given.items()}
-
-    in_specs = jax.tree.map(pspec_of, given)
-    out_specs = {name: [pspec_of(x) for x in layers] for name, (layers, _) in given.items()}
-    return jax.shard_map(local, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(given)
 
 
 @partial(jax.jit, donate_argnames=("slots",))

@@ -4,7 +4,6 @@ regex, JSON schema ──► grammar ──► matcher of each completion ──
 """
 
 import json
-import math
 import re
 import threading
 from collections import OrderedDict
@@ -47,11 +46,6 @@ _ANNOTATIONS = {
     "$anchor", "$comment", "$defs", "$id", "$schema", "contentEncoding", "contentMediaType", "default", "definitions",
     "deprecated", "description", "discriminator", "example", "examples", "id", "readOnly", "title", "writeOnly",
 }  # fmt: skip
-_RULES = {
-    "const", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxItems", "maxLength", "maxProperties",
-    "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "pattern", "required", "type",
-}  # fmt: skip
-_KEYWORDS = _RULES | _ANNOTATIONS | {*_MAPS, *_LISTS, *_SINGLE, *_APPLICATORS}
 
 
 class ConstraintCompiler:
@@ -111,7 +105,10 @@ class ConstraintCompiler:
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise ValueError(f"{kind} has half of a surrogate pair, which is not a text")
         tokens, library = self.load_tokens(), _llguidance()
-        grammar = text if kind == "grammar" else f"{HEADER}start: {rule(kind, text)}"
+        grammar = text
+        if kind != "grammar":
+            body = f"%json {_json_rule(text)}" if kind == "json_schema" else f"/(?:{_regex_rule(text)})/"
+            grammar = f"{HEADER}start: {body}"
         limits = library.LLParserLimits(**LIMITS)
         compiled = library.LLMatcher(tokens, grammar, log_level=0, limits=limits)
         first = compiled.deep_copy()
@@ -137,7 +134,7 @@ class ConstraintCompiler:
         return words
 
     def next_masks(self, slots: Row[Sequence | None]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the masks of the sequences in all slots, [B, W] and [B] (see `decode.TokenMasks`).
+        """Returns the masks of the sequences in all slots, [B, W] and [B] (see `rules.TokenMasks`).
 
         Sequences whose constraint cannot go on are aborted.
         """
@@ -163,27 +160,6 @@ def fault_of(matcher: Any) -> str:
     if matcher.is_stopped() and matcher.stop_reason() not in ("EndOfSentence", "NoExtension", "NoExtensionBias"):
         return f"it became too complex ({matcher.stop_reason()})"
     return "" if not matcher.is_stopped() or matcher.is_accepting() else nothing
-
-
-def rule(kind: str, text: str) -> str:
-    """Returns the body of a grammar's rule for an expression or a schema.
-
-    Raises:
-        ValueError: It is not valid, or has parts that would be ignored.
-    """
-    return f"%json {_json_rule(text)}" if kind == "json_schema" else f"/(?:{_regex_rule(text)})/"
-
-
-def supported(body: str) -> str:
-    """Returns the body of a grammar's rule.
-
-    Raises:
-        ValueError: llguidance does not support it.
-    """
-    library = _llguidance()
-    if library.LLMatcher.validate_grammar(f"{HEADER}start: {body}", limits=library.LLParserLimits(**LIMITS)):
-        raise ValueError("it is not supported")
-    return body
 
 
 def _regex_rule(text: str) -> str:
@@ -243,7 +219,7 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
-        raise ValueError(f"a schema must be an object or a boolean, got {_short(schema)}")
+        raise ValueError(f"a schema must be an object or a boolean, got {schema!r:.80}")
     yield schema
     for keyword, value in schema.items():
         if keyword in _MAPS and isinstance(value, dict):
@@ -257,35 +233,14 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check(schema: dict[str, Any]) -> None:
-    """Raises a ValueError for what llguidance would ignore or keep by approximation only."""
-    for keyword, value in schema.items():
-        if keyword not in _KEYWORDS:
-            raise ValueError(f"json_schema has {keyword!r}, which is not supported")
-        if keyword in _RULES:
-            _check_numbers(keyword, value)
+    """Raises a ValueError for rules that llguidance keeps by approximation only, or compiles slowly."""
     multiple = schema.get("multipleOf")
     if isinstance(multiple, int | float) and not isinstance(multiple, bool):
         digits = Decimal(str(multiple)).normalize().as_tuple().digits
         if int("".join(map(str, digits))) > MAX_MULTIPLE or len(str(abs(multiple))) > 16:
-            raise ValueError(f"json_schema has a multipleOf of {multiple}; at most {MAX_MULTIPLE:,} is supported")
-    least = schema.get("minProperties", 0)
-    required = schema.get("required", [])
-    if isinstance(least, int) and isinstance(required, list) and least > len(required) + 1:
-        raise ValueError(
-            f"json_schema has a minProperties of {least} and requires {len(required)} by name; only one more is "
-            "supported, since the names of others may be equal"
-        )
-
-
-def _check_numbers(keyword: str, value: Any) -> None:
-    if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            _check_numbers(keyword, each)
-    elif (isinstance(value, int) and abs(value) > 1 << 53) or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError(
-            f"json_schema has the number {_short(value)} in {keyword!r}; integers up to 2^53 and finite numbers are "
-            "supported"
-        )
+            raise ValueError(f"json_schema has a multipleOf of {multiple!r:.80}; at most {MAX_MULTIPLE:,} is supported")
+    if schema.get("minProperties", 0) not in (0, 1):
+        raise ValueError("json_schema has a minProperties above 1, which is not supported; name them as required")
 
 
 def _combines(schema: dict[str, Any]) -> bool:
@@ -305,11 +260,6 @@ def _may_close(schema: dict[str, Any]) -> bool:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"json_schema has {name}, which is not a number of JSON")
-
-
-def _short(value: Any) -> str:
-    text = repr(value) if not isinstance(value, int) or abs(value) < 1 << 200 else "of more than 60 digits"
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _vocabulary(tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> Any:

@@ -4,14 +4,14 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from groupax.core.settings.compute import DecodingWeights
 from groupax.core.storage.folders import resolve_folder
-from groupax.data.prompts import ImageEncoder
 from groupax.engine.cache import num_cached_heads, num_recurrent
 from groupax.engine.constraints import ConstraintCompiler
 from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, Demand, Plan
@@ -23,10 +23,11 @@ from groupax.models.flops import find_config
 from groupax.models.params import shard_params, split_dims
 from groupax.models.recurrent import empty_state
 from groupax.models.specs import Params
+from groupax.models.vision.processing import PromptEncoder
 from groupax.models.vision.tower import FeatureCache
 from groupax.models.weights.checkpoint import Model, load_model
 from groupax.models.weights.nf4 import is_nf4
-from groupax.models.weights.quantize import check_decoding_weights, decoding_params, is_quantized
+from groupax.models.weights.quantize import bfloat16_params, is_quantized
 from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import decoding_mesh, indivisible, make_mesh, num_data_shards, splits_model
 from groupax.parallel.runtime import cuda_capability
@@ -46,9 +47,9 @@ class EngineSettings:
             sequences are started. What does not fit waits; if completions become longer than expected, the shortest are
             preempted and sampled again later.
         kv_dtype: Dtype of the cache, or "float8" for float8_e4m3fn; None for the dtype of the weights, on CPU float32.
-        prefix_bytes: Host memory for the keys and values of finished sequences, in bytes. Prompts that begin with the
-            same tokens, as the next turn of a conversation does, reuse them; 0 stores nothing.
-        weights: The weights to decode with: "same" as `params`, or a copy of them in "bfloat16", "int8" or "float8".
+        prefix_bytes: Host memory for the keys and values of conversations, in bytes, which their next turns reuse (see
+            `Session.converse`); 0 stores nothing.
+        weights: The weights to decode with: "same" as `params`, or a copy of them in "bfloat16".
         tp: Number of neighbouring devices that share the weights and decode the same rows: each has some of the heads
             with their keys and values, of the feed-forward's columns and of the vocabulary.
         expected: What the largest of many batches needs of the cache, by which the others choose their shapes too, so
@@ -109,8 +110,10 @@ class EngineCore:
         self.num_shards = num_data_shards(self.mesh)
         self._gathers = splits_model(mesh) or given.tp > 1
         if given.tp > 1:
-            validate_tp(config, self.mesh, params, self.weights)
-        check_decoding_weights(params, self.weights)
+            validate_tp(config, self.mesh, params)
+        if self.weights not in get_args(DecodingWeights):
+            names = ", ".join(get_args(DecodingWeights))
+            raise ValueError(f"weights to decode with must be one of {names}, got {self.weights!r}")
         device, shards = self.mesh.devices.flat[0], self.mesh.shape["tp"]
         self.kv_dtype = cache_dtype(given.kv_dtype, self.weights, params["embed"].dtype, device)
         self.bytes_per_token = token_bytes(config, self.kv_dtype, shards)
@@ -118,7 +121,6 @@ class EngineCore:
         self._given: Params = params
         self._params: Params | None = None
         self.version = 0
-        self.adapter_versions: dict[str, int] = {}
         self.constraints = ConstraintCompiler(tokenizer, config.vocab_size, eos_ids)
         if given.prefix_bytes and config.recurrent is not None:
             logger.warning(
@@ -131,7 +133,7 @@ class EngineCore:
         if features is None and config.vision is not None:
             features = FeatureCache(config.vision, FEATURE_BYTES)
         self.features = features
-        self.image_encoder: ImageEncoder | None = None  # of prompts with images, if a model's folder has one
+        self.image_encoder: PromptEncoder | None = None  # of prompts with images, if a model's folder has one
 
     @property
     def params(self) -> Params:
@@ -139,7 +141,7 @@ class EngineCore:
         if self._params is None:
             given = self._given
             gathered = jax.block_until_ready(shard_params(self.config, self.mesh, given)) if self._gathers else given
-            self._params = gathered if self.weights == "same" else decoding_params(self.config, gathered, self.weights)
+            self._params = gathered if self.weights == "same" else bfloat16_params(gathered)
         return self._params
 
     @params.setter
@@ -147,8 +149,7 @@ class EngineCore:
         if params is not self._given:  # the same weights need no second copy
             self._given, self._params = params, None
             self.version += 1
-            if self.prefixes.max_bytes:
-                self.prefixes.clear()
+            self.prefixes.clear()
 
     @property
     def vision_params(self) -> Params:
@@ -166,10 +167,6 @@ class EngineCore:
         if adapter not in self.adapters:
             raise ValueError(f"there is no adapter {adapter!r}; the engine has {', '.join(self.adapters) or 'none'}")
         return self.adapters.index(adapter)
-
-    def version_of(self, adapter: str | None) -> int:
-        """Returns the version of the weights that sequences with an adapter are sampled with."""
-        return self.version if adapter is None else self.adapter_versions.get(adapter, self.version)
 
     def release(self) -> None:
         """Frees the memory of weights that were gathered or converted; the next decoding creates them again."""
@@ -213,7 +210,7 @@ def load_sharded(
         mesh = decoding_mesh(make_mesh(), tp)
         hf_config = find_config(str(resolve_folder(name_or_path)))[0]
         if is_nf4(hf_config.get("quantization_config")):
-            _refuse_quantized("quantized weights", mesh)
+            _refuse_quantized(mesh)
         _check_divides(read_config(hf_config), mesh)
     return load_model(name_or_path, dtype, mesh, replicated=REPLICATED_DIMS)
 
@@ -235,10 +232,10 @@ def with_adapters(model: Model, adapters: Mapping[str, Model]) -> Params:
     return stack_adapters(model.params, changes)
 
 
-def validate_tp(config: ModelConfig, mesh: Mesh, params: Params, weights: str) -> None:
-    """Checks that a model's weights can be sharded over `tp` to decode with in a format (see `EngineSettings`)."""
-    if is_quantized(params) or weights in ("int8", "float8"):
-        _refuse_quantized("quantized weights" if is_quantized(params) else f"weights in {weights}", mesh)
+def validate_tp(config: ModelConfig, mesh: Mesh, params: Params) -> None:
+    """Checks that a model's weights can be sharded over `tp` to decode with."""
+    if is_quantized(params):
+        _refuse_quantized(mesh)
     _check_divides(config, mesh)
 
 
@@ -247,8 +244,10 @@ def indivisible_dims(config: ModelConfig, mesh: Mesh) -> dict[str, int]:
     return {dim: size for dim, size, _ in indivisible(split_dims(config), mesh) if dim not in REPLICATED_DIMS}
 
 
-def _refuse_quantized(what: str, mesh: Mesh) -> None:
-    raise ValueError(f"{what} are replicated on every device: decode with tp 1 instead of {mesh.shape['tp']}")
+def _refuse_quantized(mesh: Mesh) -> None:
+    raise ValueError(
+        f"quantized weights are replicated on every device: decode with tp 1 instead of {mesh.shape['tp']}"
+    )
 
 
 def _check_divides(config: ModelConfig, mesh: Mesh) -> None:

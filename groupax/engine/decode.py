@@ -13,14 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.core.settings.sampling import MAX_LOGPROBS, SamplingKind
 from groupax.engine.cache import ROWS, Cache, Slots, by_kind, layer_caches, pspec_of
-from groupax.engine.rules import History
+from groupax.engine.images import text_tokens
+from groupax.engine.rules import History, TokenMasks
 from groupax.engine.sampling import Sampled, sample, uniforms
 from groupax.models.adapted import select_adapters
 from groupax.models.attention import LayerCache, Past
@@ -36,25 +36,6 @@ from groupax.parallel.collectives import all_gather
 from groupax.parallel.mesh import DATA, Layout
 from groupax.parallel.pytree import pytree
 from groupax.parallel.runtime import traced_platform
-
-
-@pytree
-class TokenMasks:
-    """The tokens that slots may sample. A constrained slot samples one token of a chunk, after which its mask changes.
-
-    Attributes:
-        words: A bit for each token, 1 where it may follow, in words of 32; slots without a constraint have all of them.
-        constrained: Slots with a constraint.
-    """
-
-    words: Int[Array, "B W"]
-    constrained: Bool[Array, "B"]
-
-    def allowed(self, vocab_size: int) -> Bool[Array, "B V"]:
-        """Returns the tokens that each slot may sample."""
-        bits = (self.words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
-        return bits.reshape(len(bits), -1)[:, :vocab_size].astype(bool)
-
 
 GPU_STEPS = 4  # between two looks at the limit of a chunk
 
@@ -110,67 +91,60 @@ def decode_chunk(
             for `num_steps`.
         settings: Static.
     """
-    mesh, of_cache = settings.mesh, jax.tree.map(pspec_of, cache)
-    of_limit = None if limit is None else jax.P()
-    of_masks = None if masks is None else ROWS
-    in_specs = partition_specs(settings.config, mesh, params), of_cache, ROWS, of_masks, of_limit
-    local, out_specs = partial(_decode_chunk, settings), (of_cache, ROWS, ROWS)
-    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return program(params, cache, slots, masks, limit)
-
-
-def _decode_chunk(
-    settings: DecodeSettings,
-    params: Params,
-    cache: Cache,
-    slots: Slots,
-    masks: TokenMasks | None,
-    limit: Array | None,
-) -> tuple[Cache, Slots, Chunk]:
-    """Decodes the slots of one device, with the cache updated in place."""
     config, sampling, C = settings.config, settings.sampling, settings.num_steps
     layout = layout_of(config, settings.mesh)
     attend_past = select_attend_past(settings.mesh.devices.flat[0], config, settings.by_block)
-    chunk = _empty_chunk(len(slots.token), C, config, sampling, settings.records_experts)
-    # at once for all tokens: on CPU a draw takes many operations
-    uniform = uniforms(slots.key, slots.position[:, None] + jnp.arange(C)[None, :])
-    allowed, held = None, jnp.zeros_like(slots.remaining)
-    if masks is not None:
-        allowed = masks.allowed(config.vocab_size)
-        held = jnp.where(masks.constrained, jnp.maximum(slots.remaining - 1, 0), 0)
-        slots = replace(slots, remaining=slots.remaining - held)
 
-    def busy(carry: Carry) -> Array:
-        index, slots, _, _ = carry
-        is_busy = jnp.any(slots.remaining > 0)
-        if layout.axes:
-            is_busy = lax.pmax(is_busy.astype(jnp.int32), DATA) > 0
-        return (index < (C if limit is None else limit)) & is_busy
+    def local(
+        params: Params, cache: Cache, slots: Slots, masks: TokenMasks | None, limit: Array | None
+    ) -> tuple[Cache, Slots, Chunk]:
+        chunk = _empty_chunk(len(slots.token), C, config, sampling, settings.records_experts)
+        # at once for all tokens: on CPU a draw takes many operations
+        uniform = uniforms(slots.key, slots.position[:, None] + jnp.arange(C)[None, :])
+        allowed, held = None, jnp.zeros_like(slots.remaining)
+        if masks is not None:
+            allowed = masks.allowed(config.vocab_size)
+            held = jnp.where(masks.constrained, jnp.maximum(slots.remaining - 1, 0), 0)
+            slots = replace(slots, remaining=slots.remaining - held)
 
-    def step(carry: Carry) -> Carry:
-        index, slots, cache, chunk = carry
-        logits, cache, history, routings = _feed(config, attend_past, params, cache, slots, layout)
-        if chunk.experts is not None:
-            chosen = jnp.concatenate([routing.chosen for routing in routings], axis=1)
-            chunk = replace(chunk, experts=chunk.experts.at[:, index].set(chosen.astype(chunk.experts.dtype)))
-        seen = history if sampling == "general" else None
-        text = _text_tokens(config, logits)
-        may_follow = text if allowed is None else allowed if text is None else allowed & text
-        sampled = sample(logits, uniform[:, index], slots.settings, seen, may_follow)
-        slots, chunk = _append(chunk, slots, index, sampled)
-        return index + 1, slots, cache, chunk
+        def busy(carry: Carry) -> Array:
+            index, slots, _, _ = carry
+            is_busy = jnp.any(slots.remaining > 0)
+            if layout.axes:
+                is_busy = lax.pmax(is_busy.astype(jnp.int32), DATA) > 0
+            return (index < (C if limit is None else limit)) & is_busy
 
-    start = jnp.int32(0), slots, cache, chunk
-    if traced_platform() != "gpu" or masks is not None:
-        _, slots, cache, chunk = lax.while_loop(busy, step, start)
-    elif limit is None:
-        _, slots, cache, chunk = lax.fori_loop(0, C, lambda _, carry: step(carry), start)
-    else:
-        several = math.gcd(C, GPU_STEPS)
-        _, slots, cache, chunk = lax.while_loop(
-            busy, lambda carry: lax.fori_loop(0, several, lambda _, carry: step(carry), carry), start
-        )
-    return cache, replace(slots, remaining=slots.remaining + jnp.where(chunk.stopped, 0, held)), chunk
+        def step(carry: Carry) -> Carry:
+            index, slots, cache, chunk = carry
+            logits, cache, history, routings = _feed(config, attend_past, params, cache, slots, layout)
+            if chunk.experts is not None:
+                chosen = jnp.concatenate([routing.chosen for routing in routings], axis=1)
+                chunk = replace(chunk, experts=chunk.experts.at[:, index].set(chosen.astype(chunk.experts.dtype)))
+            seen = history if sampling == "general" else None
+            text = text_tokens(config.vision, logits)
+            may_follow = text if allowed is None else allowed if text is None else allowed & text
+            sampled = sample(logits, uniform[:, index], slots.settings, seen, may_follow)
+            slots, chunk = _append(chunk, slots, index, sampled)
+            return index + 1, slots, cache, chunk
+
+        start = jnp.int32(0), slots, cache, chunk
+        if traced_platform() != "gpu" or masks is not None:
+            _, slots, cache, chunk = lax.while_loop(busy, step, start)
+        elif limit is None:
+            _, slots, cache, chunk = lax.fori_loop(0, C, lambda _, carry: step(carry), start)
+        else:
+            several = math.gcd(C, GPU_STEPS)
+            _, slots, cache, chunk = lax.while_loop(
+                busy, lambda carry: lax.fori_loop(0, several, lambda _, carry: step(carry), carry), start
+            )
+        return cache, replace(slots, remaining=slots.remaining + jnp.where(chunk.stopped, 0, held)), chunk
+
+    of_cache, of_masks = jax.tree.map(pspec_of, cache), None if masks is None else ROWS
+    of_limit = None if limit is None else jax.P()
+    in_specs = partition_specs(config, settings.mesh, params), of_cache, ROWS, of_masks, of_limit
+    out_specs = of_cache, ROWS, ROWS
+    program = jax.shard_map(local, mesh=settings.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return program(params, cache, slots, masks, limit)
 
 
 def _empty_chunk(B: int, C: int, config: ModelConfig, sampling: SamplingKind, records_experts: bool) -> Chunk:
@@ -233,15 +207,6 @@ def _feed(
     )
     k, v = [each.k for each in layers], [each.v for each in layers]
     return logits, replace(cache, tokens=tokens, k=k, v=v, states=states), history, routings
-
-
-def _text_tokens(config: ModelConfig, logits: Float[Array, "B V"]) -> Bool[Array, "B V"] | None:
-    """Returns which tokens may be sampled: none that stands for an image; None if there are no such tokens."""
-    if config.vision is None:
-        return None
-    text = np.ones(logits.shape[1], bool)
-    text[[token for token in config.vision.placeholder_ids if token < len(text)]] = False
-    return jnp.broadcast_to(text[None], logits.shape)
 
 
 def _append(chunk: Chunk, slots: Slots, index: Array, sampled: Sampled) -> tuple[Slots, Chunk]:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from groupax.core.settings.sampling import SamplingParams
+from groupax.core.settings.sampling import BIASED_TOKENS, STOP_IDS, SamplingParams
 from groupax.data.tokenizer import eos_token_ids, load_tokenizer, special_token_ids
-from groupax.engine.batch import PROGRAMS
 from groupax.engine.core import EngineCore, load_sharded, with_adapters
 from groupax.engine.images import encoded_prompts
 from groupax.engine.sampling import row_keys
@@ -18,7 +17,6 @@ from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
 from groupax.models.vision.processing import prompt_encoder
 from groupax.models.weights.checkpoint import Model, load_adapter
-from groupax.models.weights.quantize import require_quantizer
 
 
 class Engine(EngineCore):
@@ -40,11 +38,10 @@ class Engine(EngineCore):
         ValueError: The model classifies sequences, `chunk_steps` is below 1, or the weights cannot be sharded so.
 
     Attributes:
-        prefixes: The cache of finished sequences.
+        prefixes: What the places of conversations have in common.
         before_chunk: Called before each chunk of `updates`, which it can end by an exception; None for nothing.
         version: Version of the weights, incremented whenever others are set. Callers that count otherwise set it too,
             right after the weights.
-        adapter_versions: Versions of the weights of adapters, if callers count those one by one.
 
     Example:
         >>> engine = Engine.load("Qwen/Qwen3-0.6B")  # doctest: +SKIP
@@ -77,7 +74,6 @@ class Engine(EngineCore):
         Raises:
             ValueError: There is no such model, it has no tokenizer, or its weights cannot be sharded so.
         """
-        require_quantizer(settings.get("weights", "same"))
         model = load_sharded(name_or_path, dtype, mesh, tp)
         assert model.source is not None, "a loaded model has a folder"
         loaded = {name: load_adapter(model, folder) for name, folder in (adapters or {}).items()}
@@ -200,6 +196,11 @@ class Engine(EngineCore):
             special = special_token_ids(self.tokenizer, params.stop)
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *special)) if special else params
         sequences = new_sequences(prompts, params, self.eos_ids, step, first_prompt)
+        if any(len(each.stop_ids) > STOP_IDS for each in sequences) or len(params.logit_bias) > BIASED_TOKENS:
+            raise ValueError(
+                f"a completion may have {STOP_IDS} stop tokens, the model's own included, and logit_bias of "
+                f"{BIASED_TOKENS} tokens; there are more"
+            )
         for sequence in sequences:
             sequence.adapter = adapter
         if params.constraint is not None:
@@ -222,8 +223,8 @@ class Engine(EngineCore):
     def updates(self, sequences: Iterable[Sequence]) -> Iterator[tuple[Sequence, int]]:
         """Runs sequences to their ends and yields each after every chunk, with its number of new tokens.
 
-        Between two yields, sequences can be cancelled (`Sequence.cancel`). A preempted sequence is reported again only
-        when it is longer than before; if it is cancelled by then, the number is negative.
+        Between two yields, sequences can be cancelled (`Sequence.cancel`). A preempted sequence grows again from its
+        beginning.
 
         Raises:
             ValueError: The memory for keys and values does not hold two of the longest sequences.
@@ -237,30 +238,11 @@ class Engine(EngineCore):
         """Returns a new session, in which further sequences can be submitted while others run."""
         return Session(self)
 
-    def warmup(self, prompt_length: int, params: SamplingParams | None = None, num_prompts: int = 1) -> int:
-        """Compiles the programs for a request of this shape by running it on dummy prompts; returns `num_programs`."""
-        prompts = [np.full(prompt_length, index % self.config.vocab_size, np.int32) for index in range(num_prompts)]
-        self.generate(prompts, replace(params or SamplingParams(), ignore_eos=True, stop=(), stop_token_ids=()))
-        return self.num_programs
-
-    @property
-    def num_programs(self) -> int:
-        """Number of programs that the engines of this process have compiled."""
-        return sum(program._cache_size() for program in PROGRAMS)
-
 
 def new_sequences(
     prompts: list[np.ndarray], params: SamplingParams, eos_ids: tuple[int, ...], step: int = 0, first_prompt: int = 0
 ) -> list[Sequence]:
-    """Returns unstarted sequences as `Engine.sequences` does, not checked against any model.
-
-    Args:
-        prompts: Token ids of each prompt.
-        params: Sampling parameters.
-        eos_ids: Tokens that end every completion, unless `params.ignore_eos`.
-        step: Number that distinguishes calls with the same seed.
-        first_prompt: The first prompt's `prompt_index`.
-    """
+    """Returns unstarted sequences as `Engine.sequences` does, not checked against any model."""
     added = params.stop_token_ids
     assert not isinstance(added, int), "SamplingParams makes it a tuple"
     stop_ids = tuple(dict.fromkeys((*(() if params.ignore_eos else eos_ids), *added)))

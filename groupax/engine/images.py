@@ -4,24 +4,28 @@ from collections.abc import Sequence as Many
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
 from groupax.core.types import PromptImages
 from groupax.data.chat import render
 from groupax.data.images import has_images, images_of, with_images, without_images
-from groupax.data.prompts import ImageEncoder
 from groupax.data.tokenizer import encode_prompts
 from groupax.engine.scheduler import Admission
 from groupax.engine.sequence import Sequence
+from groupax.models.attention import same_image
+from groupax.models.decoder import ImageInputs
 from groupax.models.vision.config import VisionConfig
 from groupax.models.vision.placement import continued, image_blocks
+from groupax.models.vision.processing import PromptEncoder
 from groupax.models.vision.tower import FeatureCache
 from groupax.parallel.pytree import pytree
 
 
 def encoded_prompts(
-    prompts: Any, tokenizer: Any, encoder: ImageEncoder | None
+    prompts: Any, tokenizer: Any, encoder: PromptEncoder | None
 ) -> tuple[list[np.ndarray], list[PromptImages | None]]:
     """Returns the token ids and the images of one prompt or a list of them: texts, lists of messages, or token ids.
 
@@ -69,6 +73,24 @@ class AdmittedImages:
     positions: Int[Any, "P S 3"] | None = None  # coordinates of each token's position; None where positions are columns
     # image of each token, of a model that sees whole images (`placement.image_blocks`); None for others
     blocks: Int[Any, "P S"] | None = None
+
+    def inputs(self, row: Array, first: Array, size: tuple[int, int], positions: Array) -> tuple[ImageInputs, Array]:
+        """Returns the image inputs of a piece of the prompts: of so many rows and columns from the first ones on.
+
+        Args:
+            positions: Positions of its tokens in the sequence, which are returned where the images have no others.
+        """
+        index = lax.dynamic_slice(self.feature_index, (row, first), size).reshape(-1)
+        if self.positions is not None:
+            coordinates = lax.dynamic_slice(self.positions, (row, first, jnp.int32(0)), (*size, 3))
+            positions = coordinates.reshape(-1, 3).T
+        return ImageInputs(jnp.swapaxes(self.features, 0, 1), index), positions
+
+    def in_same_image(self, row: Array, first: Array, size: tuple[int, int]) -> Bool[Array, "R M S"]:
+        """Returns which columns belong to the same image as each column of a piece (see `inputs`)."""
+        assert self.blocks is not None, "the model sees whole images"
+        blocks = lax.dynamic_slice_in_dim(self.blocks, row, size[0])
+        return same_image(lax.dynamic_slice_in_dim(blocks, first, size[1], axis=1), blocks)
 
 
 def admitted_images(
@@ -158,11 +180,16 @@ def check_images(config: VisionConfig | None, sequence: Sequence) -> None:
             f"a prompt has {num} tokens that stand for images ({', '.join(map(str, config.placeholder_ids))}), and its "
             f"{0 if images is None else len(images.images)} images have {expected} features"
         )
-    if images is not None and not np.array_equal(_places(images, len(prompt)), is_image):
+    if images is not None and not np.array_equal(continued(images, len(prompt)).feature_index >= 0, is_image):
         raise ValueError("the tokens of a prompt that stand for images are not where its images are")
     if is_image[-1]:
         raise ValueError("a prompt ends with an image; a text must follow it, such as the start of the answer")
 
 
-def _places(images: PromptImages, size: int) -> np.ndarray:
-    return continued(images, size).feature_index >= 0
+def text_tokens(config: VisionConfig | None, logits: Float[Array, "B V"]) -> Bool[Array, "B V"] | None:
+    """Returns which tokens may be sampled: none that stands for an image; None if there are no such tokens."""
+    if config is None:
+        return None
+    text = np.ones(logits.shape[1], bool)
+    text[[token for token in config.placeholder_ids if token < len(text)]] = False
+    return jnp.broadcast_to(text[None], logits.shape)

@@ -19,9 +19,9 @@ from groupax.engine.cache import ROWS, Cache, Slots, by_kind, layer_caches, num_
 from groupax.engine.images import AdmittedImages
 from groupax.engine.plan import PIECE_COLUMNS, piece_size
 from groupax.models.adapted import select_adapters
-from groupax.models.attention import COLUMN_BLOCK, attend_masked, same_image, to_cache, within_window
+from groupax.models.attention import COLUMN_BLOCK, attend_masked, to_cache, within_window
 from groupax.models.config import AttentionConfig, ModelConfig
-from groupax.models.decoder import ImageInputs, PassOptions, forward
+from groupax.models.decoder import PassOptions, forward
 from groupax.models.params import layout_of, partition_specs
 from groupax.models.recurrent import Recurrence, State, empty_state
 from groupax.models.specs import Params
@@ -90,10 +90,14 @@ def admit(
         if admitted.images is not None and admitted.images.blocks is not None:  # of an image, which no piece may cut
             size = 1, admitted.prompts.shape[1]
         keys, values, states = _prefill(config, params, admitted, cache.k[0], layout, size, by_block)
-        cache = _stored(cache, admitted, keys, values)
-        is_new = admitted.is_new
+        source, is_new = admitted.source, admitted.is_new
+        stored = cache.prompt_tokens, cache.prompt_starts, cache.prompt_k, cache.prompt_v
+        new = admitted.prompts, admitted.starts, keys, values
+        tokens, starts, keys, values = _placed(stored, new, source, source >= 0)
+        cache = replace(cache, prompt_tokens=tokens, prompt_starts=starts, prompt_k=keys, prompt_v=values)
         if states:
-            cache = replace(cache, states=_started(cache.states, states, admitted.source, is_new))
+            of_prompts = jnp.repeat(source, len(is_new) // len(source))
+            cache = replace(cache, states=_placed(cache.states, states, of_prompts, is_new))
         return cache, jax.tree.map(lambda new, old: jnp.where(_like(is_new, new), new, old), admitted.slots, slots)
 
     of_cache, of_admitted = jax.tree.map(pspec_of, (cache, admitted))
@@ -102,48 +106,25 @@ def admit(
     return program(params, cache, slots, admitted)
 
 
-def _stored(cache: Cache, admitted: Admitted, keys: list[Array], values: list[Array]) -> Cache:
-    """Returns the cache with the prompts in the prompt slots that receive them; the others are not even read."""
-    source = admitted.source
-    receiving = jnp.argsort(source < 0)  # those that receive a prompt come first
+def _placed(old: Any, new: Any, source: Int[Array, "N"], receives: Bool[Array, "N"]) -> Any:
+    """Returns old arrays, of which the rows that receive one are rows of new arrays; the others are not even read.
 
-    def place(index: Array, stored: list[Array]) -> list[Array]:
+    Args:
+        source: Row of the new arrays for each row of the old ones.
+        receives: Rows that are replaced.
+    """
+    receiving = jnp.argsort(~receives)  # those that receive a row come first
+
+    def place(index: Array, stored: Any) -> Any:
         slot = receiving[index]
 
-        def put(old: Array, new: Array) -> Array:
-            row = lax.dynamic_slice_in_dim(new, source[slot], 1)
-            return lax.dynamic_update_slice_in_dim(old, row, slot, axis=0)
-
-        return [put(*pair) for pair in zip(stored, given, strict=True)]
-
-    given = [admitted.prompts, admitted.starts, *keys, *values]
-    stored = [cache.prompt_tokens, cache.prompt_starts, *cache.prompt_k, *cache.prompt_v]
-    tokens, starts, *stored = lax.fori_loop(0, jnp.sum(source >= 0), place, stored)
-    return replace(
-        cache,
-        prompt_tokens=tokens,
-        prompt_starts=starts,
-        prompt_k=stored[: len(keys)],
-        prompt_v=stored[len(keys) :],
-    )
-
-
-def _started(
-    slots: list[State], prompts: list[State], source: Int[Array, "Q"], is_new: Bool[Array, "B"]
-) -> list[State]:
-    """Returns the slots' states, of which the new ones are those of their prompts."""
-    new, share = jnp.argsort(~is_new), len(is_new) // len(source)  # new slots come first
-
-    def place(index: Array, stored: list[State]) -> list[State]:
-        slot = new[index]
-
         def put(old: Array, given: Array) -> Array:
-            row = lax.dynamic_slice_in_dim(given, source[slot // share], 1)
+            row = lax.dynamic_slice_in_dim(given, source[slot], 1)
             return lax.dynamic_update_slice_in_dim(old, row, slot, axis=0)
 
-        return jax.tree.map(put, stored, prompts)
+        return jax.tree.map(put, stored, new)
 
-    return lax.fori_loop(0, jnp.sum(is_new), place, slots)
+    return lax.fori_loop(0, jnp.sum(receives), place, old)
 
 
 def _piece_size(
@@ -196,8 +177,7 @@ def _prefill(
         own = first + jnp.arange(M)
         earlier = (columns <= own[:, None])[None]
         if images is not None and images.blocks is not None:
-            blocks = lax.dynamic_slice_in_dim(images.blocks, row, num)
-            earlier = earlier | same_image(lax.dynamic_slice_in_dim(blocks, first, M, axis=1), blocks)
+            earlier = earlier | images.in_same_image(row, first, size)
         attend = Piece(
             row=row,
             first=first,
@@ -212,12 +192,7 @@ def _prefill(
         positions = jnp.maximum(own[None, :] - begin[:, None], 0).reshape(-1)
         inputs = None
         if images is not None:
-            index = lax.dynamic_slice(images.feature_index, (row, first), (num, M)).reshape(-1)
-            inputs = ImageInputs(jnp.swapaxes(images.features, 0, 1), index)
-            if images.positions is not None:
-                zero = jnp.int32(0)
-                coordinates = lax.dynamic_slice(images.positions, (row, first, zero), (num, M, 3))
-                positions = coordinates.reshape(-1, 3).T
+            inputs, positions = images.inputs(row, first, size, positions)
         keys, values, states = stored
         kept = layer_caches(config, zip(keys, values, strict=True), states)
         adapted = params

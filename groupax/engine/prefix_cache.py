@@ -1,12 +1,10 @@
-"""Keys and values of finished sequences, on the host, for prompts that continue them. Imports no jax.
+"""Keys and values of conversations, on the host, for the turns that continue them. Imports no jax.
 
-A conversation's next turn begins with everything said so far, whose keys and values are looked up instead of computed
-again: in the place that belongs to the conversation, if it has one, otherwise among the most recently used ones. They
-belong to one set of weights; code that changes the weights must clear the cache.
+A conversation's next turn begins with everything said so far, whose keys and values are looked up in its place instead
+of computed again. They belong to one set of weights; code that changes the weights must clear the cache.
 """
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +64,7 @@ def prefix_of(stored: Mapping[str, Any], prompt: np.ndarray, tokens: list[int], 
     """Returns the prefix of a prompt and its completion.
 
     Args:
-        stored: What `cache.read_slots` returns for its slot, on the host.
+        stored: What `conversations.read_slots` returns for its slot, on the host.
     """
     in_prompt = slice(stored["prompt_k"][0].shape[-1] - (len(prompt) - 1), None)
     in_row = slice(len(tokens))
@@ -78,94 +76,21 @@ def prefix_of(stored: Mapping[str, Any], prompt: np.ndarray, tokens: list[int], 
 
 
 class PrefixCache:
-    """The most recently used prefixes that fit into `max_bytes` of host memory.
+    """The memory for the places of conversations, and what they have in common.
 
     Attributes:
-        num_bytes: Size of the stored prefixes.
+        max_bytes: Host memory that is divided among the places.
         num_reused_tokens: Number of prompt tokens that were looked up instead of computed.
-        generation: Number of times that the cache was cleared, which identifies the weights if prefixes are kept.
+        generation: Number of times that the cache was cleared, which identifies the weights.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.num_bytes = self.num_reused_tokens = self.generation = 0
-        self._prefixes: OrderedDict[tuple[int, bytes], Prefix] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._prefixes)
+        self.num_reused_tokens = self.generation = 0
 
     def clear(self) -> None:
-        """Drops all prefixes, because the weights changed."""
-        self._prefixes.clear()
-        self.num_bytes = 0
+        """Makes all places forget what they have, because the weights changed."""
         self.generation += 1
-
-    def find(self, tokens: np.ndarray, adapter: int = -1) -> tuple[int, Prefix | None]:
-        """Returns the length of the longest beginning that `tokens` share with a prefix, and that prefix."""
-        longest, best = 0, None
-        for key, prefix in self._prefixes.items():
-            length = _common_length(tokens, prefix.tokens) if prefix.adapter == adapter else 0
-            if length > longest:
-                longest, best = length, key
-        if best is None:
-            return 0, None
-        self._prefixes.move_to_end(best)
-        return longest, self._prefixes[best]
-
-    def gather(
-        self,
-        prompts: np.ndarray,
-        starts: np.ndarray,
-        places: Sequence[Place | None] = (),
-        adapters: Sequence[int] = (),
-    ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]] | None:
-        """Looks up left-padded prompts, [P, S], that begin at `starts`.
-
-        Args:
-            places: Place of each prompt, in which alone it is looked up; None for no place.
-
-        Returns:
-            The number of stored tokens of each, and per layer keys [P, K, H, S] and values [P, K, S, H]; None if none
-            are stored.
-        """
-        places = places or [None] * len(prompts)
-        adapters = adapters or [-1] * len(prompts)
-        found = [
-            place.find(row[start:], self.generation, adapter) if place else self.find(row[start:], adapter)
-            for row, start, place, adapter in zip(prompts, starts, places, adapters, strict=True)
-        ]
-        some = next((prefix for _, prefix in found if prefix), None)
-        if some is None:
-            return None
-        (P, S), (K, H, _), dtype = prompts.shape, some.k[0].shape, some.k[0].dtype
-        k = [np.zeros((P, K, H, S), dtype) for _ in some.k]
-        v = [np.zeros((P, K, S, H), dtype) for _ in some.v]
-        for index, (length, prefix) in enumerate(found):
-            if prefix is None:
-                continue
-            columns = slice(starts[index], starts[index] + length)
-            for layer, (keys, values) in enumerate(zip(prefix.k, prefix.v, strict=True)):
-                k[layer][index][..., columns] = keys[..., :length]
-                v[layer][index][:, columns] = values[:, :length]
-        lengths = np.array([length for length, _ in found], np.int32)
-        self.num_reused_tokens += int(lengths.sum())
-        return lengths, k, v
-
-    def add(self, prefix: Prefix) -> None:
-        """Stores a prefix; drops those that it continues and, where memory is short, the least recently used ones."""
-        if prefix.num_bytes > self.max_bytes:
-            return
-        for key, other in list(self._prefixes.items()):
-            is_continued = _common_length(other.tokens, prefix.tokens) == len(other.tokens)
-            if is_continued and other.adapter == prefix.adapter:
-                self._drop(key)
-        self._prefixes[prefix.adapter, prefix.tokens.tobytes()] = prefix
-        self.num_bytes += prefix.num_bytes
-        while self.num_bytes > self.max_bytes:
-            self._drop(next(iter(self._prefixes)))
-
-    def _drop(self, key: tuple[int, bytes]) -> None:
-        self.num_bytes -= self._prefixes.pop(key).num_bytes
 
 
 def _common_length(a: np.ndarray, b: np.ndarray) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.stages import Traced
 
-from groupax.core.settings.sampling import BIASED_TOKENS, STOP_IDS, SamplingKind, sampling_kind
+from groupax.core.settings.sampling import SamplingKind, sampling_kind
 from groupax.engine.cache import (
     ROWS,
     Cache,
@@ -28,16 +28,16 @@ from groupax.engine.cache import (
     abstract_cache,
     cache_maker,
     pspec_of,
-    read_slots,
     release,
     slot_table,
     to_slots,
 )
 from groupax.engine.core import EngineCore
-from groupax.engine.decode import DecodeSettings, TokenMasks, decode_chunk
+from groupax.engine.decode import DecodeSettings, decode_chunk
 from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Demand, Plan, admission_prompts, in_steps, power_of_two
-from groupax.engine.prefill import Admitted, Known, admit
+from groupax.engine.prefill import Admitted, admit
 from groupax.engine.resizing import move, move_slots, moves
+from groupax.engine.rules import TokenMasks
 from groupax.engine.sequence import Sequence
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
@@ -87,12 +87,10 @@ class Tracer:
     params: Params  # shapes, dtypes and shardings of the weights to decode with
     kv_dtype: Any  # dtype of keys and values
     chunk_steps: int  # number of tokens of a chunk
-    has_prefixes: bool = False  # whether the keys and values of finished sequences are stored and reused
     # whether the programs are a server's: chunks have a limit of their steps at run time, and prompts are computed in
     # short pieces
     is_served: bool = False
     has_adapters: bool = False  # whether the weights have several adapters, from which each slot chooses one
-    records_experts: bool = False  # whether chunks have the experts of each token
 
     def traced(self, program: Program) -> Iterator[Traced]:
         """Yields the jitted functions behind a program, each traced for its arguments."""
@@ -100,13 +98,9 @@ class Tracer:
             case Admit(shape):
                 yield cache_maker(self.config, self.mesh, shape, self.kv_dtype).trace()
                 yield self.admit(shape)
-                if self.has_prefixes:
-                    yield self.admit(shape, has_known=True)
             case Decode(shape, (sampling, is_constrained)):
                 yield self.decode_chunk(shape, sampling, is_constrained)
                 yield release.trace(self._slots(shape), self._rows(shape.num_slots, dtype=bool))
-                if self.has_prefixes:
-                    yield read_slots.trace(self.cache(shape), self._rows(1), self._rows(1), mesh=self.mesh)
             case Change(before, after):
                 yield from self._change(before, after)
 
@@ -121,19 +115,13 @@ class Tracer:
             words = np.zeros((num_slots, -(-self.config.vocab_size // 32)), np.int32)
             masks = self._sharded(jax.eval_shape(lambda: TokenMasks(jnp.asarray(words), jnp.zeros(num_slots, bool))))
         limit = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(self.mesh, jax.P()))
-        settings = DecodeSettings(
-            self.config, self.mesh, self.chunk_steps, sampling, records_experts=self.records_experts
-        )
+        settings = DecodeSettings(self.config, self.mesh, self.chunk_steps, sampling)
         cache, slots, limit = self.cache(shape), self._slots(shape), limit if self.is_served else None
         return decode_chunk.trace(self.params, cache, slots, masks, limit, settings=settings)
 
-    def admit(self, shape: CacheShape, has_known: bool = False) -> Traced:
-        """Returns the traced `admit` for caches of a shape, with or without prompts of known beginnings."""
-        num_prompts, num_columns = admission_prompts(shape, self.has_prefixes), shape.num_prompt_columns
-        known = None
-        if has_known:
-            cache = self.cache(CacheShape(num_prompts, 1, num_columns, 1))
-            known = self._sharded(jax.eval_shape(lambda x: Known(x.prompt_starts, x.prompt_k, x.prompt_v), cache))
+    def admit(self, shape: CacheShape) -> Traced:
+        """Returns the traced `admit` for caches of a shape."""
+        num_prompts, num_columns = admission_prompts(shape, has_prefixes=False), shape.num_prompt_columns
         admitted = Admitted(
             prompts=self._rows(num_prompts, num_columns),
             starts=self._rows(num_prompts),
@@ -141,7 +129,6 @@ class Tracer:
             source=self._rows(shape.num_prompt_slots),
             is_new=self._rows(shape.num_slots, dtype=bool),
             slots=self._slots(shape),
-            known=known,
             adapters=self._rows(num_prompts) if self.has_adapters else None,
         )
         static = {"config": self.config, "mesh": self.mesh, "by_block": False}  # as calls give them: defaults differ
@@ -168,7 +155,7 @@ class Tracer:
 
     def _slots(self, shape: CacheShape) -> Slots:
         num_slots = num_data_shards(self.mesh) * shape.num_slots
-        table = slot_table(num_slots, STOP_IDS, BIASED_TOKENS, self.has_adapters)
+        table = slot_table(num_slots, self.has_adapters)
         return self._sharded(jax.eval_shape(lambda: to_slots(table, jnp.asarray)))
 
     def _sharded(self, shapes: Any) -> Any:
@@ -200,7 +187,7 @@ class Programs:
         self._weights: tuple[int, int] | None = None  # which the next two are for
         self._tracer: Tracer | None = None
         self._of_weights: dict[Program, Future[None]] = {}
-        self._all: dict[Any, dict[Program, Future[None]]] = {}  # by the shapes, dtypes and shardings of the weights
+        self._abstract: Any = None  # shapes, dtypes and shardings of these weights
 
     def missing(self, needed: Iterable[Program]) -> list[Program]:
         """Returns the programs that are not compiled, in their order. Called by the thread that decodes."""
@@ -261,17 +248,14 @@ class Programs:
             abstract,
             engine.kv_dtype,
             engine.chunk_steps,
-            has_prefixes=bool(engine.prefixes.max_bytes),
             is_served=True,
             has_adapters=bool(engine.adapters),
-            records_experts=engine.records_experts,
         )
-        leaves, structure = jax.tree.flatten(abstract)
         with self._lock:
-            before, self._of_weights = self._of_weights, self._all.setdefault((structure, *leaves), {})
-            if before is not self._of_weights:
-                for program in [program for program, future in before.items() if future.cancel()]:
-                    del before[program]  # may be requested again
+            if abstract != self._abstract:
+                for future in self._of_weights.values():
+                    future.cancel()
+                self._abstract, self._of_weights = abstract, {}
 
     def _compile(self, program: Program, tracer: Tracer) -> None:
         if not threading.main_thread().is_alive():  # the interpreter waits for this thread before it ends

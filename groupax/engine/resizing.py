@@ -90,15 +90,3 @@ def move_slots(slots: Slots, rows: Int[Array, "B"], *, mesh: Mesh) -> Slots:
         return replace(taken, remaining=jnp.where(rows < 0, 0, taken.remaining))
 
     return jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS), out_specs=ROWS, check_vma=False)(slots, rows)
-
-
-@partial(jax.jit, static_argnames=("num_stop_ids", "num_biased"))
-def widen_slots(slots: Slots, *, num_stop_ids: int, num_biased: int) -> Slots:
-    """Returns the slots with room for more stop ids and biased tokens."""
-
-    def wide(x: Array, num: int, padding: int) -> Array:
-        return jnp.pad(x, ((0, 0), (0, num - x.shape[1])), constant_values=padding)
-
-    of_tokens = {name: x for name, x in slots.settings.items() if x.ndim > 1}
-    widened = {name: wide(x, num_biased, -1 if name.endswith("_tokens") else 0) for name, x in of_tokens.items()}
-    return replace(slots, stop_ids=wide(slots.stop_ids, num_stop_ids, -1), settings={**slots.settings, **widened})

@@ -1,18 +1,13 @@
 """The rules of the sampler's options: changes of the logits, and the cut by top-k, top-p and min-p.
 
-The rules of the options in `SamplingParams` are `changed_logits` and `truncation`; their keyword-only parameters are
-the options that they read.
-
 Nothing is sorted. The k likeliest tokens lie in the k blocks of the vocabulary with the largest maxima, and all tokens
 likelier than the largest of the other blocks lie in them too. So a threshold is searched among the tokens of
 `CANDIDATE_BLOCKS` blocks. Where it turns out to lie below them, as with a nearly flat distribution, the search is
 repeated over the row.
 """
 
-import functools
-import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,6 +196,24 @@ def _largest_threshold(holds: Callable[[Array], Array], B: int, bits: int) -> UI
     return lax.fori_loop(0, 32 // bits, refine, jnp.zeros(B, jnp.uint32), unroll=unroll)
 
 
+@pytree
+class TokenMasks:
+    """The tokens that slots may sample. A constrained slot samples one token of a chunk, after which its mask changes.
+
+    Attributes:
+        words: A bit for each token, 1 where it may follow, in words of 32; slots without a constraint have all of them.
+        constrained: Slots with a constraint.
+    """
+
+    words: Int[Array, "B W"]
+    constrained: Bool[Array, "B"]
+
+    def allowed(self, vocab_size: int) -> Bool[Array, "B V"]:
+        """Returns the tokens that each slot may sample."""
+        bits = (self.words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
+        return bits.reshape(len(bits), -1)[:, :vocab_size].astype(bool)
+
+
 # The options of each row by their names, [B]; of `logit_bias` the biases, [B, A], and their tokens as
 # `logit_bias_tokens`, [B, A], padded with -1.
 Options = dict[str, Array]
@@ -248,29 +261,15 @@ def _in_memory(of_blocks: Float[Array, "B J"]) -> Float[Array, "B J"]:
     return of_blocks if traced_platform() == "cpu" else lax.optimization_barrier(of_blocks)
 
 
-@functools.cache
-def _read_by(rule: Callable[..., Any]) -> tuple[str, ...]:
-    """Returns the names of a rule's keyword-only parameters."""
-    parameters = inspect.signature(rule).parameters.values()
-    return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
-
-
-def by_options(rule: Callable[..., Any], settings: Options, *inputs: Any) -> Any:
-    """Calls a rule with the options that it reads."""
-    return rule(*inputs, **{name: settings[name] for name in _read_by(rule)})
-
-
-def truncation(
-    of: Distribution, *, top_k: Int[Array, "B"], top_p: Float[Array, "B"], min_p: Float[Array, "B"]
-) -> Truncation:
+def truncation(of: Distribution, settings: Options) -> Truncation:
     """Returns which tokens are kept; a rule that compares with the likeliest token is one more maximum of `floor`."""
-    total = jnp.sum(of.sums, axis=-1)
+    total, top_k, top_p = jnp.sum(of.sums, axis=-1), settings["top_k"], settings["top_p"]
     threshold = lax.cond(
         jnp.any((top_k > 0) | (top_p < 1)),
         lambda: truncation_threshold(of.scaled, of.maxima, total, top_k, top_p),
         lambda: jnp.zeros(len(top_k), jnp.uint32),
     )
-    return Truncation(threshold, floor=min_p)
+    return Truncation(threshold, floor=settings["min_p"])
 
 
 def alternatives_of(policy: Distribution, logprobs: Int[Array, "B"]) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
@@ -286,17 +285,7 @@ def alternatives_of(policy: Distribution, logprobs: Int[Array, "B"]) -> tuple[In
     return lax.cond(jnp.any(logprobs > 0), search, lambda: nothing)
 
 
-def changed_logits(
-    logits: Float[Array, "B V"],
-    history: History,
-    *,
-    logit_bias_tokens: Int[Array, "B A"],
-    logit_bias: Float[Array, "B A"],
-    min_tokens: Int[Array, "B"],
-    repetition_penalty: Float[Array, "B"],
-    presence_penalty: Float[Array, "B"],
-    frequency_penalty: Float[Array, "B"],
-) -> Float[Array, "B V"]:
+def changed_logits(logits: Float[Array, "B V"], settings: Options, history: History) -> Float[Array, "B V"]:
     """Returns the logits with bias, without stop tokens where it is too early for them, and with the penalties.
 
     Steps in which all options have their defaults leave it out.
@@ -307,8 +296,9 @@ def changed_logits(
     def at(x: Array, tokens: Array, where: Array) -> Any:
         return x.at[rows, jnp.where(where, tokens, V)]  # beyond the vocabulary: dropped
 
-    logits = at(logits, logit_bias_tokens, logit_bias_tokens >= 0).add(logit_bias, mode="drop")
-    early = (history.num_generated < min_tokens)[:, None] & (history.stop_ids >= 0)
+    biased = settings["logit_bias_tokens"]
+    logits = at(logits, biased, biased >= 0).add(settings["logit_bias"], mode="drop")
+    early = (history.num_generated < settings["min_tokens"])[:, None] & (history.stop_ids >= 0)
     logits = at(logits, history.stop_ids, early).set(-jnp.inf, mode="drop")
 
     none = jnp.zeros(logits.shape, logits.dtype)
@@ -317,25 +307,10 @@ def changed_logits(
     of_prompt = (jnp.repeat(x, share, axis=0) for x in (history.prompt_tokens, history.prompt_seen))
     seen = at(seen, *of_prompt).set(1.0, mode="drop") > 0
     count = at(none, history.tokens, history.generated).add(1.0, mode="drop")
-    penalty = repetition_penalty[:, None]
+    penalty = settings["repetition_penalty"][:, None]
     logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-    logits = logits - presence_penalty[:, None] * (count > 0).astype(logits.dtype)
-    return logits - frequency_penalty[:, None] * count
-
-
-def check_rules(options: Iterable[str]) -> None:
-    """Checks that each of the sampler's options is read.
-
-    Raises:
-        TypeError: An option is not.
-    """
-    read = {"temperature", "logprobs", *_read_by(changed_logits), *_read_by(truncation)}
-    if unread := [name for name in options if name not in read]:
-        raise TypeError(
-            f"no rule of the sampler reads {', '.join(unread)} of SamplingParams; make it a keyword-only parameter of "
-            "changed_logits or truncation in groupax/engine/rules.py and apply it there, or name it in HOST of "
-            "groupax/core/settings/sampling.py if the host reads it"
-        )
+    logits = logits - settings["presence_penalty"][:, None] * (count > 0).astype(logits.dtype)
+    return logits - settings["frequency_penalty"][:, None] * count
 
 
 def constrained_logits(
@@ -343,7 +318,7 @@ def constrained_logits(
 ) -> Float[Array, "B V"]:
     """Returns the changed logits of allowed tokens; unchanged ones where no token that may follow is allowed."""
     changed = lax.cond(
-        are_changed(settings, history), lambda: by_options(changed_logits, settings, logits, history), lambda: logits
+        are_changed(settings, history), lambda: changed_logits(logits, settings, history), lambda: logits
     )
     # the end of a completion may be the only allowed token before `min_tokens`
     is_left = jnp.any(allowed & (changed > -jnp.inf), axis=-1, keepdims=True)
@@ -353,10 +328,7 @@ def constrained_logits(
 def are_changed(settings: Options, history: History) -> Bool[Array, ""]:
     """Returns whether an option of `changed_logits` is set in a row."""
     by_row = history.num_generated < settings["min_tokens"]
-    for name in [each for each in _read_by(changed_logits) if each in SAMPLER and each != "min_tokens"]:
+    for name in ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         is_set = settings[name] != (SAMPLER[name] or 0)
         by_row |= is_set if is_set.ndim == 1 else jnp.any(is_set, axis=-1)
     return jnp.any(by_row)
-
-
-check_rules(SAMPLER)

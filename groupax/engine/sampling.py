@@ -11,18 +11,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from groupax.core.settings.sampling import MAX_LOGPROBS
 from groupax.engine.rules import (
     Distribution,
     History,
     Options,
     alternatives_of,
     are_changed,
-    by_options,
     changed_logits,
     constrained_logits,
     distribution,
-    largest,
     members,
     reduce_blocks,
     truncation,
@@ -78,35 +75,16 @@ def sample(
     if allowed is None:
         changed = lax.cond(
             are_changed(settings, history),
-            lambda: distribution(by_options(changed_logits, settings, logits, history) * inverse_temperature),
+            lambda: distribution(changed_logits(logits, settings, history) * inverse_temperature),
             lambda: policy,
         )
     else:
         changed = distribution(constrained_logits(logits, settings, history, allowed) * inverse_temperature)
-    kept = by_options(truncation, settings, changed)
+    kept = truncation(changed, settings)
     sums = reduce_blocks(jnp.sum, kept.weights(changed.scaled), 0.0)
     token, scaled = _draw(changed, sums, kept.weights, uniform, greedy)
     sampler_logp = jnp.where(greedy, 0.0, scaled - jnp.log(jnp.sum(sums, axis=-1)))
     return Sampled(token, _logp_of(token, policy), sampler_logp, *alternatives_of(policy, settings["logprobs"]))
-
-
-@pytree
-class TokenLogps:
-    """Log-probs of given tokens, and what else is likely in their place."""
-
-    logp: Float[Array, "..."]  # log-prob of each token
-    rank: Int[Array, "..."]  # number of tokens that are likelier, plus one
-    alternatives: Int[Array, "... A"]  # the likeliest tokens, `MAX_LOGPROBS` of them or the whole vocabulary
-    alternative_logps: Float[Array, "... A"]  # their log-probs
-
-
-def token_logps(logits: Float[Array, "M V"], tokens: Int[Array, "M"]) -> TokenLogps:
-    """Returns the log-probs of tokens under softmax(logits)."""
-    of = distribution(logits)
-    scaled = jnp.take_along_axis(of.scaled, tokens[:, None], axis=-1)
-    rank = 1 + jnp.sum(of.scaled > scaled, axis=-1, dtype=jnp.int32)
-    alternatives, values = largest(of.scaled, of.maxima, min(MAX_LOGPROBS, logits.shape[-1]))
-    return TokenLogps(scaled[:, 0] - of.log_sum, rank, alternatives, values - of.log_sum[:, None])
 
 
 def _logp_of(token: Int[Array, "B"], of: Distribution) -> Float[Array, "B"]:

@@ -35,11 +35,11 @@ class Sequence:
         text: The text that the tokens add to the prompt's, without special tokens and without the stop string; empty
             until the sequence is finished, and if the engine has no tokenizer.
         request: Index of its request within a session; each request numbers its prompts from 0.
-        admitted_s: Time at which it entered a slot, by `time.monotonic`; None while it waits.
         matcher: What its constraint allows after the tokens (see `constraints.ConstraintCompiler`); None without one.
         fault: Why the engine gave it up, if it did.
         adapter: Name of the engine's adapter that it is sampled with; None for the base, or without adapters.
         place: Place for the keys and values of the conversation that it is a turn of (see `Session.converse`).
+        generation: Generation of the weights that it started with (see `prefix_cache.PrefixCache`).
         images: Images of the beginning of the prompt; None for a prompt of text.
     """
 
@@ -58,11 +58,11 @@ class Sequence:
     finish_reason: FinishReason | None = None
     text: str = ""
     request: int = 0
-    admitted_s: float | None = None
     matcher: Any = None
     fault: str = ""
     adapter: str | None = None
     place: Place | None = None
+    generation: int = 0
     images: PromptImages | None = None
 
     @property

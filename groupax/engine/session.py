@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from groupax.engine.batch import Batch
+from groupax.engine.conversations import store_turns
 from groupax.engine.core import EngineCore
 from groupax.engine.images import check_images
 from groupax.engine.plan import Demand, Plan
@@ -40,8 +41,6 @@ class Session:
         self._batch: Batch | None = None
         self._pending: deque[list[Sequence]] = deque()
         self._num_requests = 0
-        self._reported: dict[int, int] = {}  # tokens by sequence, which for a preempted one are more than it has
-        self._finished: set[int] = set()  # sequences that were reported as finished and are still in a slot
 
     @property
     def busy(self) -> bool:
@@ -118,8 +117,7 @@ class Session:
     def step(self) -> Iterator[tuple[Sequence, int]]:
         """Decodes a chunk and yields the sequences that have grown or finished, with their numbers of new tokens.
 
-        Must be exhausted before the next step. A preempted sequence is reported again only when it is longer than
-        before; if it is cancelled by then, the number is negative.
+        Must be exhausted before the next step. A preempted sequence grows again from its beginning.
         """
         if self.engine.before_chunk is not None:
             self.engine.before_chunk()
@@ -144,7 +142,7 @@ class Session:
         self._batch = None
 
     def _free_cancelled(self) -> Iterator[tuple[Sequence, int]]:
-        """Drops cancelled sequences and yields them, but those that were reported as finished."""
+        """Drops cancelled sequences and yields them."""
         cancelled: list[Sequence] = []
         for sequences in self._pending:
             cancelled += [sequence for sequence in sequences if sequence.finish_reason]
@@ -154,11 +152,9 @@ class Session:
             started = self._batch.scheduler.cancelled()
             for sequence in started:
                 finish(sequence, self.engine.tokenizer, len(sequence.tokens))
-                self._reported.pop(id(sequence), None)
             if started:
                 self._batch.free_finished()
-            cancelled += [sequence for sequence in started if id(sequence) not in self._finished]
-            self._finished -= {id(sequence) for sequence in started}
+            cancelled += started
         for sequence in cancelled:
             yield sequence, 0
 
@@ -185,23 +181,16 @@ class Session:
         grown = batch.decode(self.engine.params)
         version = self.engine.version
         for sequence, num_before in grown:
-            own = version if sequence.adapter is None else self.engine.version_of(sequence.adapter)
-            sequence.versions += [own] * (len(sequence.tokens) - num_before)
+            sequence.versions += [version] * (len(sequence.tokens) - num_before)
             if sequence.finish_reason or sequence.params.stop:
                 finish(sequence, self.engine.tokenizer, num_before)
         if self.engine.prefixes.max_bytes:
-            batch.store_prefixes()
+            store_turns(self.engine, batch.cache, batch.scheduler)
         batch.free_finished()
         batch.compact()
-        in_slots = {id(sequence) for sequence in batch.scheduler.running}
-        for sequence, _ in grown:
-            key = id(sequence)
-            reported = self._reported.get(key, 0)
-            num_new = len(sequence.tokens) - reported
-            self._reported[key] = max(reported, len(sequence.tokens))
-            if sequence.finish_reason and key in in_slots:
-                self._finished.add(key)
-            elif sequence.finish_reason:
-                del self._reported[key]
-            if num_new > 0 or sequence.finish_reason:
+        reasons = [sequence.finish_reason for sequence, _ in grown]
+        for (sequence, num_before), reason in zip(grown, reasons, strict=True):
+            num_new = len(sequence.tokens) - num_before
+            # one that is cancelled meanwhile is reported by the next step
+            if sequence.finish_reason == reason and (num_new or reason):
                 yield sequence, num_new

@@ -47,7 +47,6 @@ def branches_as_json(branches: Sequence[Branch]) -> str | None:
         {name: getattr(branch, name).tolist() for name in DTYPES}
         | {"turns": turns_as_json(branch.turns)}
         | {name: messages_as_json(getattr(branch, name)) for name in MESSAGES}
-        | ({} if branch.adapter is None else {"adapter": branch.adapter})
         for branch in branches
     ]
     return json.dumps(plain) if plain else None
@@ -62,7 +61,6 @@ def branches_from_json(text: str | None) -> tuple[Branch, ...]:
             turns=turns_from_json(branch.get("turns", "[]")),
             messages=messages_from_json(branch.get("messages")),
             prompt=messages_from_json(branch.get("prompt")),
-            adapter=branch.get("adapter"),
         )
         for branch in plain
     )

@@ -34,7 +34,6 @@ class SampledTurn:
         mask: Which of its tokens count in the loss; None for all.
         messages: Messages of the request, and the assistant's message; empty for a prompt that is a text.
         number: Number of its request in the episode.
-        adapter: Name of the adapter that sampled it (see `Rollout`).
     """
 
     prompt_ids: np.ndarray
@@ -45,7 +44,6 @@ class SampledTurn:
     mask: np.ndarray | None = None
     messages: Messages = ()
     number: int = 0
-    adapter: str | None = None
 
     @property
     def stream(self) -> np.ndarray:
@@ -82,7 +80,6 @@ def rollout_of(
         messages=main.messages,
         environment_reward=reward,
         branches=tuple(others),
-        adapter=main.adapter,
         **{name: getattr(main, name) for name in DTYPES},
     )
 
@@ -102,14 +99,7 @@ def streams_of(turns: Sequence[SampledTurn]) -> list[Branch]:
             path.append(turns[index])
             index = parents[index]
         paths.append(path[::-1])
-    paths.sort(
-        key=lambda path: (
-            -len(path),
-            -sum(len(turn.tokens) for turn in path),
-            path[-1].stream.tobytes(),
-            path[0].adapter or "",
-        )
-    )
+    paths.sort(key=lambda path: (-len(path), -sum(len(turn.tokens) for turn in path), path[-1].stream.tobytes()))
     counted: set[int] = set()
     streams = [_stream(path, counted) for path in paths]
     return [each for each in streams if each.mask.any()] or streams[:1]
@@ -122,8 +112,8 @@ def parents_of(turns: Sequence[SampledTurn]) -> list[int | None]:
 
     def continues(turn: SampledTurn, other: int) -> bool:
         size = len(streams[other])
-        is_same = turns[other] is not turn and size <= len(turn.prompt_ids) and turns[other].adapter == turn.adapter
-        return is_same and np.array_equal(streams[other], turn.prompt_ids[:size])
+        is_shorter = turns[other] is not turn and size <= len(turn.prompt_ids)
+        return is_shorter and np.array_equal(streams[other], turn.prompt_ids[:size])
 
     return [next((other for other in by_length if continues(turn, other)), None) for turn in turns]
 
@@ -154,5 +144,4 @@ def _stream(path: Sequence[SampledTurn], counted: set[int]) -> Branch:
         tuple(spans),
         messages=messages[num_read:] if messages else None,
         prompt=messages[:num_read] if messages else None,
-        adapter=path[0].adapter,
     )

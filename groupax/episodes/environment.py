@@ -23,7 +23,6 @@ from groupax.core.terminal.printable import one_line, short_repr
 from groupax.core.types import Prompt, Rollout
 from groupax.parallel import processes
 from groupax.rewards.contract import Reward
-from groupax.tools.calls import ToolCall
 from groupax.tools.results import checked_step, cut_middle
 from groupax.tools.runner import Outcome
 from groupax.tools.tool import Tool, tools_of
@@ -38,8 +37,6 @@ class EnvironmentClass:
         create: Returns a new environment.
         tools: Its tools by name, whose functions take the environment first.
         methods: Its methods of the contract that exist.
-        answers_calls: Whether `act` also answers the turns with calls, all of which can be read. The functions of the
-            tools are then only called in turns where one of the calls cannot be.
         renamed: Names that such methods have in the class, where they differ.
         arguments: Returns the arguments of a method that starts an episode, from it, the dataset's row, and the seed.
         takes_place: Whether `create` takes `place`, the number of the episode among those of this class that are played
@@ -52,7 +49,6 @@ class EnvironmentClass:
     create: Callable[..., Any]
     tools: Mapping[str, Tool]
     methods: frozenset[str]
-    answers_calls: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     arguments: Callable[[Callable[..., Any], Mapping[str, Any], int], dict[str, Any]] = field(
         default_factory=lambda: reset_arguments
@@ -60,10 +56,6 @@ class EnvironmentClass:
     takes_place: bool = False
     reward_name: str | None = ""
     starts_alike: bool = True
-
-    def answers(self, calls: Sequence[ToolCall]) -> bool:
-        """Returns whether `act` answers a turn with these calls."""
-        return self.answers_calls and not any(call.fault for call in calls)
 
 
 class NotNewError(ValueError):
@@ -75,10 +67,16 @@ class OpenEnvironment:
 
     Attributes:
         instance: The user's object; None in other processes, and while all of its answers are in the record.
+        observation: What its `reset` has returned.
+        failure: The error of one that could not start.
     """
 
-    def __init__(self, cls: EnvironmentClass, in_use: "dict[int, OpenEnvironment]") -> None:
+    def __init__(
+        self, cls: EnvironmentClass, in_use: "dict[int, OpenEnvironment]", failure: Outcome | None = None
+    ) -> None:
         self.cls, self.instance, self._in_use = cls, None, in_use
+        self.observation: Any = None
+        self.failure = failure
 
     def keep(self, instance: Any) -> None:
         """Keeps a new object."""

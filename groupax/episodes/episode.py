@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from groupax.episodes.rules import Setup
 from groupax.tools.calls import ParsedTurn, ToolCall, assistant_message
 from groupax.tools.results import ToolResult
 from groupax.tools.runner import Outcome
-from groupax.tools.tool import Tool, match_calls
+from groupax.tools.tool import Tool, match_call
 
 SEEDS = 1 << 31
 
@@ -33,21 +33,6 @@ class EpisodeFailed(Exception):  # noqa: N818 - not an error of the run
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.message)
         self.outcome = outcome
-
-
-@dataclass(frozen=True, eq=False)
-class Start:
-    """The start of an episode in an environment.
-
-    Attributes:
-        environment: The environment; None without one, and if it failed.
-        observation: What its `reset` has returned.
-        failure: The error of one that could not start.
-    """
-
-    environment: OpenEnvironment | None = None
-    observation: Any = None
-    failure: Outcome | None = None
 
 
 class Episode:
@@ -73,12 +58,12 @@ class Episode:
         first: Completion,
         example: Mapping[str, Any],
         setup: Setup,
-        start: Start,
+        environment: OpenEnvironment | None,
         max_tokens: int,
         num_retries: int,
         place: Place | None = None,
     ) -> None:
-        self.first, self.example, self.setup, self.start = first, example, setup, start
+        self.first, self.example, self.setup, self._environment = first, example, setup, environment
         self.max_tokens, self.num_retries, self.place = max_tokens, num_retries, place
         self.num_calls = self.num_tool_turns = 0
         self._tokens = np.array(first.prompt, np.int32)  # with room for more
@@ -92,7 +77,7 @@ class Episode:
         self.is_answered = False
         self.tool_states: dict[Callable[[int], Any], Any] = {}
         self.reward: float | None = None if setup.environment is None else 0.0
-        self.failure = start.failure
+        self.failure = None if environment is None else environment.failure
         self.finish_reason: FinishReason | None = None
         self.run: Any = None
 
@@ -104,8 +89,8 @@ class Episode:
     @property
     def environment(self) -> OpenEnvironment:
         """The environment of an episode that has one."""
-        assert self.start.environment is not None, "it has started"
-        return self.start.environment
+        assert self._environment is not None, "it has one"
+        return self._environment
 
     @property
     def index(self) -> tuple[int, int]:
@@ -117,19 +102,17 @@ class Episode:
         """Number of tokens that may follow."""
         return self.max_tokens - len(self.mask)
 
-    def matched(self, calls: Sequence[ToolCall], seed: int) -> Sequence[tuple[Tool | None, ToolCall]]:
-        """Returns calls with the tools of this episode, which open what they need."""
+    def matched(self, call: ToolCall, seed: int) -> tuple[Tool | None, ToolCall]:
+        """Returns a call with the tool of this episode, for which its tools open what they need."""
         for open_state, state in self.tool_states.items():
             if state is None:
                 self.tool_states[open_state] = open_state(seed)
-        return match_calls({name: self._bound(tool) for name, tool in self.setup.tools.items()}, calls)
-
-    def _bound(self, tool: Tool) -> Tool:
+        tool, call = match_call(self.setup.tools, call)
+        if tool is None:
+            return None, call
         if tool.name in self.setup.own_tools:
-            owner = self.environment.instance
-        else:
-            owner = None if tool.open is None else self.tool_states.get(tool.open)
-        return tool if owner is None else tool.bind(owner)
+            return tool.bind(self.environment.instance), call
+        return tool if tool.open is None else tool.bind(self.tool_states[tool.open]), call
 
     def exceeds_calls(self, settings: EpisodeSettings, num_calls: int) -> bool:
         """Returns whether the calls of a new turn are more than an episode may have."""
@@ -229,8 +212,7 @@ class Episode:
             turns=tuple(self.turns),
             messages=None if is_text else tuple(self.messages),
             environment_reward=self.reward,
-            environment=None if self.start.environment is None else self.start.environment.instance,
-            adapter=self.first.adapter,
+            environment=None if self._environment is None else self._environment.instance,
             images=self.first.images,
             experts=stacked_experts(self.experts),
         )

@@ -39,15 +39,16 @@ from groupax.episodes.environment import (
     warn_of_failure,
     with_observation,
 )
-from groupax.episodes.episode import Episode, EpisodeFailed, Start, group_seed
+from groupax.episodes.episode import Episode, EpisodeFailed, group_seed
 from groupax.episodes.record import LEFT, Question, Record
 from groupax.episodes.rules import Rules, Setup
 from groupax.episodes.scheduler import Calls, Method, Scheduler, Task
-from groupax.tools.calls import ToolCall, answered_calls
-from groupax.tools.results import checked_reward
+from groupax.tools.calls import ToolCall
+from groupax.tools.results import ToolResult, checked_reward, error_result
 from groupax.tools.runner import TIMED_OUT, Outcome, ToolRunner
 
-Open = Callable[[int], Coroutine[Any, Any, tuple[Start, int]]]
+Open = Callable[[int], Coroutine[Any, Any, tuple[OpenEnvironment, int]]]
+ENDED = "not called, since an earlier call of the turn has ended the episode"
 LATER_TURNS = 1 << 30  # first index of the prompts of later turns, above those of any rollout
 
 
@@ -173,12 +174,13 @@ class Player:
         """Plays the episodes of a prompt."""
         index, example, ids = prompt
         n, num_retries = self._params.n, self._rules.settings.environment_retries
-        starts, prompts, are_alike = [Start()] * n, [(example, ids)] * n, True
+        prompts, are_alike = [(example, ids)] * n, True
+        environments: list[Any] = [None] * n
         open_each = [partial(self._open, setup, (index, sample), example, number + sample) for sample in range(n)]
         if self._programs is None and setup.environment is not None:
             opening = [Task(each(num_retries)) for each in open_each]
-            starts = [(await each)[0] for each in opening]
-            prompts, are_alike = self._prompts(setup, example, starts)
+            environments = [(await each)[0] for each in opening]
+            prompts, are_alike = self._prompts(setup, example, environments)
         # programs write prompts of their own: theirs only has the randomness of the episode
         first_ids = prompts[0][1] if self._programs is None else np.zeros(1, np.int32)
         params = replace(self._params, max_tokens=self._turn_tokens(self._params.max_tokens))
@@ -186,9 +188,9 @@ class Player:
         for first in self._sampler.sequences([first_ids], params, self._step, index):
             sample = first.sample_index
             row, first.prompt = prompts[sample]
-            first.adapter, first.images = self._rules.adapter_of(row), images
+            first.images = images
             place = next(self._places, None)
-            episode = Episode(first, row, setup, starts[sample], self._params.max_tokens, num_retries, place)
+            episode = Episode(first, row, setup, environments[sample], self._params.max_tokens, num_retries, place)
             tasks.append(Task(self.play(episode, first if are_alike else None, open_each[sample])))
         return [await each for each in tasks]
 
@@ -196,7 +198,7 @@ class Player:
 
     async def _open(
         self, setup: Setup, episode: tuple[int, int], example: Mapping[str, Any], number: int, num_retries: int
-    ) -> tuple[Start, int]:
+    ) -> tuple[OpenEnvironment, int]:
         """Creates and resets an environment, again if it fails; returns it with the number of retries that are left."""
         cls = setup.environment
         assert cls is not None, "it has one"
@@ -210,10 +212,11 @@ class Player:
                 reset = partial(self._reset_method, environment, example, episode[0])
                 outcome = await self._calls.call(Question(episode, 0, "reset"), reset, plain_observation)
                 if not outcome.kind:
-                    return Start(environment, outcome.value), num_retries
+                    environment.observation = outcome.value
+                    return environment, num_retries
                 self._close(episode, environment)
             if num_retries == 0:
-                return Start(failure=outcome), 0
+                return OpenEnvironment(cls, self._in_use, outcome), 0
             self._warn(setup, "could not start and is created again", outcome)
             num_retries -= 1
 
@@ -225,7 +228,7 @@ class Player:
         return method, environment.cls.arguments(method, copy.deepcopy(dict(example)), seed)
 
     def _prompts(
-        self, setup: Setup, example: Mapping[str, Any], starts: Sequence[Start]
+        self, setup: Setup, example: Mapping[str, Any], starts: Sequence[OpenEnvironment]
     ) -> tuple[list[tuple[Mapping[str, Any], np.ndarray]], bool]:
         """Returns the rows and prompts of a group's episodes with their observations, and whether all are the same.
 
@@ -321,7 +324,7 @@ class Player:
                 return "max_tool_calls"
             if settings.malformed_calls == "end" and any(call.fault for call in parsed.calls):
                 return "parse_error"
-            if parsed.calls and not (environment is not None and environment.answers(parsed.calls)):
+            if parsed.calls:
                 messages, is_done = await self._run_calls(episode, parsed.calls)
             elif environment is not None and "act" in environment.methods:
                 messages, is_done = await self._act(episode)
@@ -348,16 +351,30 @@ class Player:
         [sequence] = self._sampler.sequences([episode.stream], params, self._step, next(self._prompt_numbers))
         # its tokens have other positions than those of earlier turns, and therefore other random numbers
         sequence.sample_index, sequence.key = episode.first.sample_index, episode.first.key
-        sequence.adapter, sequence.images = episode.first.adapter, episode.first.images
+        sequence.images = episode.first.images
         return sequence
 
     def _turn_tokens(self, num_left: int) -> int:
         return min(num_left, self._rules.settings.max_turn_tokens or num_left)
 
     async def _run_calls(self, episode: Episode, calls: Sequence[ToolCall]) -> tuple[list[dict[str, Any]], bool]:
-        """Returns the results of a turn's calls as messages, and whether they end the episode."""
-        seed = group_seed(self._params.seed, self._step, episode.index[0])
-        results = await self._calls.run(episode.questions(calls), lambda: episode.matched(calls, seed))
+        """Returns the results of a turn's calls as messages, and whether they end the episode.
+
+        The calls run in their order, or at the same time if all of their tools are `parallel`. In order, none is made
+        after one that has ended the episode.
+        """
+        seed, tools = group_seed(self._params.seed, self._step, episode.index[0]), episode.setup.tools
+        pairs = [*zip(episode.questions(calls), calls, strict=True)]
+        running = [
+            partial(self._calls.call_tool, question, partial(episode.matched, call, seed)) for question, call in pairs
+        ]
+        results: list[ToolResult] = []
+        if all(call.name not in tools or tools[call.name].parallel for call in calls):
+            results = [await task for task in [Task(run()) for run in running]]
+        else:
+            for run in running:
+                is_over = any(result.done or result.is_infrastructure for result in results)
+                results.append(error_result(ENDED, 0.0, self._rules.max_result_bytes) if is_over else await run())
         messages = episode.add_results(calls, results)
         for call, result in zip(calls, results, strict=True):
             if result.is_infrastructure:
@@ -378,7 +395,7 @@ class Player:
         if outcome.kind:
             raise EpisodeFailed(outcome)
         messages, reward, is_done = outcome.value
-        episode.close_turn(answered_calls(episode.messages[-1], messages), reward)
+        episode.close_turn((), reward)
         return messages, is_done
 
     async def _score(self, episode: Episode) -> None:
@@ -397,7 +414,7 @@ class Player:
 
     async def _begin_again(self, old: Episode, outcome: Outcome, open_again: Open) -> Episode:
         """Returns an episode from its start, with a new environment, after one failed or has left its record."""
-        has_left, setup, start = outcome.kind == LEFT, old.setup, Start()
+        has_left, setup, environment = outcome.kind == LEFT, old.setup, None
         if old.failure is not None or (not has_left and old.num_retries == 0):
             raise EpisodeFailed(outcome)
         if not has_left:
@@ -406,14 +423,14 @@ class Player:
         self._calls.begin_again(old.index)
         num_retries = old.num_retries - (not has_left)
         if self._programs is None and setup.environment is not None:
-            start, num_retries = await open_again(num_retries)
-            if start.environment is not None and start.observation != old.start.observation:
-                self._close(old.index, start.environment)
-                start = Start(failure=Outcome(message="it started differently than before", kind="ValueError"))
-            if start.failure is not None:
-                raise EpisodeFailed(start.failure)
+            environment, num_retries = await open_again(num_retries)
+            if environment.failure is None and environment.observation != old.environment.observation:
+                self._close(old.index, environment)
+                raise EpisodeFailed(Outcome(message="it started differently than before", kind="ValueError"))
+            if environment.failure is not None:
+                raise EpisodeFailed(environment.failure)
         place = None if old.place is None else Place(old.place.max_tokens)  # the same memory, empty
-        return Episode(old.first, old.example, setup, start, old.max_tokens, num_retries, place)
+        return Episode(old.first, old.example, setup, environment, old.max_tokens, num_retries, place)
 
     def _close_all(self, episode: Episode) -> None:
         """Closes what an episode has opened."""
@@ -422,8 +439,8 @@ class Player:
         for state in episode.tool_states.values():
             Task(self._closed(episode.index, "tools", partial(_close_of_state, state)))
         episode.tool_states.clear()
-        if episode.start.environment is not None:
-            self._close(episode.index, episode.start.environment)
+        if self._programs is None and episode.setup.environment is not None and episode.environment.failure is None:
+            self._close(episode.index, episode.environment)
 
     def _close(self, episode: tuple[int, int], environment: OpenEnvironment) -> None:
         if "close" in environment.cls.methods:

@@ -21,7 +21,6 @@ from groupax.parallel.processes import is_loopback
 from groupax.tools.runner import Outcome
 
 MODEL = "policy"  # name of the model for programs
-BASE = "base"  # name of the base of several adapters, which is not trained
 EVERYWHERE = ("0.0.0.0", "::", "")  # hosts that are no address to connect to
 Event = dict[str, Any]
 
@@ -33,8 +32,7 @@ class Endpoint:
     Attributes:
         url: Address of the session; requests to it belong to one episode.
         api_key: Key that clients send; on the loopback any is accepted, since the address is secret.
-        model: Name of the model; any is accepted, unless the run trains several adapters: then it is the first of them,
-            and requests name the one that answers.
+        model: Name of the model; any is accepted.
         is_over: Returns whether the episode has ended, so that nobody waits for the program any more.
     """
 
@@ -91,7 +89,6 @@ class ProgramClass(EnvironmentClass):
         timeout_s: Time limit of a run in seconds.
         max_concurrent: Most runs at the same time in one process; None for no limit.
         error_reward: Reward of a run that raises; None leaves the episode out, as that of an environment that fails.
-        has_branches: Whether all streams of tokens of an episode are trained, or only the one with the most turns.
         listening: Where its requests are answered.
     """
 
@@ -99,7 +96,6 @@ class ProgramClass(EnvironmentClass):
     timeout_s: int | float = 600.0
     max_concurrent: int | None = None
     error_reward: int | float | None = None
-    has_branches: bool = True
     listening: Listening = Listening()
 
 
@@ -108,7 +104,7 @@ class TurnRequest:
     """A program's request for turns, which can be written as JSON.
 
     Attributes:
-        prompt: Messages, a text, or token ids.
+        prompt: Messages.
         tools: Schemas of functions in OpenAI's format.
         template_kwargs: Arguments for the chat template.
         n: Number of turns to sample.
@@ -117,10 +113,9 @@ class TurnRequest:
         tool_choice: "auto", "required", or the name of the function to call as {"name": ...}.
         parallel: Whether a turn may have several calls.
         regex, json_schema: Constraint of the turn; None for none.
-        adapter: Name of the adapter that answers, in a run that trains several; None for the policy, or the base.
     """
 
-    prompt: Any
+    prompt: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     template_kwargs: Mapping[str, Any] | None = None
     n: int = 1
@@ -130,12 +125,6 @@ class TurnRequest:
     parallel: bool = True
     regex: str | None = None
     json_schema: str | None = None
-    adapter: str | None = None
-
-    @property
-    def is_chat(self) -> bool:
-        """True if the prompt is a list of messages."""
-        return not isinstance(self.prompt, str) and bool(self.prompt) and not isinstance(self.prompt[0], int)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,8 +162,6 @@ class Session:
         self._events: list[Event] = []  # that were not reported
         self._answered: list[tuple[int, str]] = []  # since the last event
         self._futures: list[concurrent.futures.Future[Answer]] = []  # by the number of the request
-        self._digests: list[bytes] = []
-        self._left: set[int] = set()  # requests whose clients have gone
         self.has_ended, self.refusal = False, ""
 
     def listen(self, report: Callable[[Outcome], None]) -> None:
@@ -183,23 +170,11 @@ class Session:
             self._report = report
             self._flush()
 
-    def ask(self, request: TurnRequest, is_retry: bool = False) -> "tuple[int, concurrent.futures.Future[Answer]]":
-        """Asks for turns; returns the number of the request, and its answer as soon as there is one.
-
-        The same request after one whose client has gone is that request again, and gets its answer.
-        """
-        content = json.dumps(asdict(request), sort_keys=True, default=str).encode()
-        digest = hashlib.blake2b(content, digest_size=16).digest()
+    def ask(self, request: TurnRequest) -> "tuple[int, concurrent.futures.Future[Answer]]":
+        """Asks for turns; returns the number of the request, and its answer as soon as there is one."""
         with self._lock:
-            for number, other in enumerate(self._digests):
-                if other == digest and (number in self._left or (is_retry and not self._futures[number].done())):
-                    if number in self._left:
-                        self._left.remove(number)
-                        self._add({"kind": "back", "number": number})
-                    return number, self._futures[number]
             number, future = len(self._futures), concurrent.futures.Future()
             self._futures.append(future)
-            self._digests.append(digest)
             if self.has_ended:
                 future.set_result(ENDED)
             else:
@@ -209,7 +184,6 @@ class Session:
     def leave(self, number: int) -> None:
         """Notes that the client of a request has gone without its answer."""
         with self._lock:
-            self._left.add(number)
             self._add({"kind": "gone", "number": number})
 
     def answer(self, number: int, answer: Answer) -> None:

@@ -26,8 +26,8 @@ from groupax.engine.sequence import Sampler
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.branches import SampledTurn, rollout_of
 from groupax.episodes.episode import Episode, EpisodeFailed, group_seed
-from groupax.episodes.program import Answer, Endpoint, Event, Listening, ProgramClass, Session, TurnRequest
-from groupax.episodes.program_server import ProgramServer, give_back_server, take_server
+from groupax.episodes.program import Answer, Endpoint, Event, ProgramClass, Session, TurnRequest
+from groupax.episodes.program_server import server_at
 from groupax.episodes.record import LEFT, Question
 from groupax.episodes.rules import Rules
 from groupax.episodes.scheduler import Calls, Scheduler, Task
@@ -52,8 +52,8 @@ class ProgramRun:
     """
 
     def __init__(self, episode: Episode, templates: Templates) -> None:
-        self.episode, self._templates = episode, templates
-        self._transcripts: dict[str | None, Transcript] = {}
+        self.episode = episode
+        self.transcript = Transcript(templates)
         self._counts: Counter[bytes] = Counter()  # number of times that each prompt was sampled from
         self.session: Session | None = None
         self.turns: list[SampledTurn] = []
@@ -76,13 +76,9 @@ class ProgramRun:
         read = [turn for turn in self.turns if turn.number not in self.gone]
         return sorted(read, key=lambda turn: (len(turn.prompt_ids), turn.stream.tobytes()))
 
-    def transcript(self, adapter: str | None) -> Transcript:
-        """Returns the conversations with an adapter, or with the policy."""
-        return self._transcripts.setdefault(adapter, Transcript(self._templates))
-
-    def key(self, prompt: np.ndarray, adapter: str | None) -> np.ndarray:
+    def key(self, prompt: np.ndarray) -> np.ndarray:
         """Returns the randomness of the next turn after a prompt, which does not depend on what else was asked."""
-        digest = prompt.tobytes() + (b"" if adapter is None else adapter.encode())
+        digest = prompt.tobytes()
         own = np.asarray(self.episode.first.key, np.uint32).tobytes()
         hashed = hashlib.blake2b(own + digest + str(self._counts[digest]).encode(), digest_size=8).digest()
         self._counts[digest] += 1
@@ -93,8 +89,7 @@ class ProgramRun:
         episode = self.episode
         assert episode.finish_reason is not None, "it has ended"
         end = episode.finish_reason, episode.reward
-        made = rollout_of(self.read_turns, episode.index, episode.example, episode.first.prompt, *end, policy_version)
-        return made if self.program.has_branches else replace(made, branches=())
+        return rollout_of(self.read_turns, episode.index, episode.example, episode.first.prompt, *end, policy_version)
 
 
 class Programs:
@@ -111,7 +106,6 @@ class Programs:
         self._rules, self._params, self._step = rules, params, step
         self._numbers, self.longest_prompt = itertools.count(), 0
         self._playing: set[ProgramRun] = set()
-        self._servers: dict[Listening, ProgramServer] = {}
         self._slots: dict[ProgramClass, threading.Semaphore] = {}
 
     async def run(self, episode: Episode) -> FinishReason:
@@ -132,8 +126,6 @@ class Programs:
                     run.answers[event["number"]] = task
                 elif event["kind"] == "gone":
                     run.gone.add(event["number"])
-                elif event["kind"] == "back":
-                    run.gone.discard(event["number"])
                 else:
                     return self._ended(run, event)
         raise AssertionError("events are counted without end")
@@ -162,7 +154,7 @@ class Programs:
 
     async def _sampled(self, run: ProgramRun, number: int, request: TurnRequest) -> Answer:
         """Returns the turns of a request, or why it is refused, as servers refuse prompts that are too long."""
-        settings, params, transcript = self._rules.settings, self._params, run.transcript(request.adapter)
+        settings, params, transcript = self._rules.settings, self._params, run.transcript
         if run.num_asked + request.n > settings.max_turns:
             run.limit = run.limit or "max_turns"
             return Answer(refusal=(400, "max_turns", f"the episode has its {settings.max_turns} turns (max_turns)"))
@@ -199,7 +191,7 @@ class Programs:
         for sequence in sequences:
             text, messages = transcript.add(request, sequence.prompt, sequence.tokens)
             logps = sequence.policy_logps, sequence.sampler_logps
-            turn = SampledTurn(sequence.prompt, sequence.tokens, *logps, text, None, messages, number, request.adapter)
+            turn = SampledTurn(sequence.prompt, sequence.tokens, *logps, text, None, messages, number)
             run.turns.append(turn)
             if sequence.finish_reason == "length" and len(sequence.tokens) != request.max_tokens:
                 run.cut = "turn_length" if len(sequence.tokens) == settings.max_turn_tokens else "length"
@@ -216,8 +208,7 @@ class Programs:
                 raise ValueError(self._rules.constraint_fault)
             params = replace(params, regex=request.regex, json_schema=request.json_schema)
         [sequence] = self._sampler.sequences([prompt], params, self._step, next(self._numbers))
-        sequence.sample_index, sequence.key = run.episode.first.sample_index, run.key(prompt, request.adapter)
-        sequence.adapter = request.adapter
+        sequence.sample_index, sequence.key = run.episode.first.sample_index, run.key(prompt)
         return sequence
 
     def _room(self, run: ProgramRun, prompt: np.ndarray) -> int:
@@ -240,15 +231,12 @@ class Programs:
             sequence.cancel()
         if run.session is not None:
             run.session.close()
-            for server in self._servers.values():
-                server.remove(run.session)
+            server_at(run.program.listening).remove(run.session)
 
     def close(self) -> None:
-        """Ends all runs, and the servers that nobody else uses."""
+        """Ends all runs."""
         for run in [*self._playing]:
             self.end(run)
-        for server in self._servers.values():
-            give_back_server(server)
 
     def rollouts(self, episodes: Sequence[Episode], policy_version: int) -> list[Rollout]:
         """Returns the rollouts of a group without their texts."""
@@ -267,10 +255,9 @@ class Programs:
         """Reports the next events of a run, whose program is started if need be."""
         if run.session is None:
             program, index = run.program, run.episode.index[0]
-            if program.listening not in self._servers:
-                self._servers[program.listening] = take_server(program.listening)
-            run.session, seed = Session(), group_seed(self._params.seed, self._step, index)
-            endpoint = self._servers[program.listening].add(run.session, self._rules.templates)
+            server, seed = server_at(program.listening), group_seed(self._params.seed, self._step, index)
+            run.session = Session()
+            endpoint = server.add(run.session, self._rules.templates)
             slots = self._slots.setdefault(program, threading.Semaphore(program.max_concurrent or 1 << 30))
             given = program, endpoint, copy.deepcopy(dict(run.episode.example)), seed, run.session, slots
             threading.Thread(target=_run, args=given, name="program", daemon=True).start()

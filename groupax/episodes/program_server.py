@@ -27,22 +27,21 @@ from starlette.routing import Route
 from groupax.core.errors import RunError
 from groupax.data.tokenizer import context_tokens, decode_after
 from groupax.engine.sequence import text_before_stop
-from groupax.episodes.program import BASE, MODEL, Answer, Endpoint, Listening, Session, TurnRequest
+from groupax.episodes.program import MODEL, Answer, Endpoint, Listening, Session, TurnRequest
 from groupax.episodes.transcript import Templates
 from groupax.parallel import processes
 from groupax.parallel.processes import listen
 from groupax.serve.exchange import Delta, Exchange, collect, streamed
 from groupax.serve.prompts import template_kwargs
 from groupax.serve.protocols import PROTOCOLS, EventStream, Protocol
-from groupax.serve.requests import ChatRequest, CompletionRequest, Incoming
+from groupax.serve.requests import ChatRequest, Incoming
 from groupax.serve.web import CLIENT_GONE, ApiError, as_api_error, check_key, json_body, unless_disconnected
 
 START_S = 30.0
 MAX_BODY_BYTES = 64 << 20
 MAX_TURNS = 64  # of one request
-RETRY_HEADER = "x-stainless-retry-count"  # of the clients of OpenAI and Anthropic
 
-_taken: dict[Listening, tuple["ProgramServer", int]] = {}  # with the numbers of those that use them
+_servers: dict[Listening, "ProgramServer"] = {}
 _lock = threading.Lock()
 
 
@@ -76,13 +75,13 @@ class ProgramServer:
             lifespan="off",
             timeout_keep_alive=75,
         )
-        self._server = uvicorn.Server(config)
-        serve = lambda: asyncio.run(self._server.serve([self._socket]))  # noqa: E731
-        self._thread = threading.Thread(target=serve, name="program server", daemon=True)
-        self._thread.start()
+        server = uvicorn.Server(config)
+        serve = lambda: asyncio.run(server.serve([self._socket]))  # noqa: E731
+        thread = threading.Thread(target=serve, name="program server", daemon=True)
+        thread.start()
         deadline_s = time.monotonic() + START_S
-        while not self._server.started:
-            if time.monotonic() > deadline_s or not self._thread.is_alive():
+        while not server.started:
+            if time.monotonic() > deadline_s or not thread.is_alive():
                 raise RunError("the server that programs ask for turns did not start")
             time.sleep(0.005)
 
@@ -90,19 +89,12 @@ class ProgramServer:
         """Returns the endpoint of a new session."""
         name, key = secrets.token_urlsafe(24), secrets.token_urlsafe(24) if self.listening.is_open else None
         self._sessions[name] = _OpenSession(session, templates, key)
-        model = next(iter(templates.adapters), MODEL)
-        return Endpoint(f"{self._url}/{name}", key or "groupax", model, is_over=lambda: session.has_ended)
+        return Endpoint(f"{self._url}/{name}", key or "groupax", is_over=lambda: session.has_ended)
 
     def remove(self, session: Session) -> None:
         """Forgets a session, whose address is not found any more."""
         for name in [name for name, each in self._sessions.items() if each.session is session]:
             del self._sessions[name]
-
-    def close(self) -> None:
-        """Ends the server; what was asked of it is answered, or not at all."""
-        self._server.should_exit = self._server.force_exit = True
-        self._thread.join(START_S)
-        self._socket.close()
 
     def _reached(self, http: HttpRequest) -> "_OpenSession":
         """Returns the session of a request."""
@@ -116,12 +108,11 @@ class ProgramServer:
     async def _models(self, http: HttpRequest) -> Response:
         """Handles /v1/models."""
         try:
-            adapters = self._reached(http).templates.adapters
+            self._reached(http)
         except ApiError as fault:
             return JSONResponse(fault.body, fault.status, fault.headers)
-        names = (*adapters, BASE) if adapters else (MODEL,)
-        cards = [{"id": name, "object": "model", "created": 0, "owned_by": "groupax"} for name in names]
-        return JSONResponse({"object": "list", "data": cards})
+        card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "groupax"}
+        return JSONResponse({"object": "list", "data": [card]})
 
     async def _respond(self, protocol: Protocol, http: HttpRequest) -> Response:
         """Handles a request for turns."""
@@ -133,7 +124,7 @@ class ProgramServer:
         try:
             incoming = await run_in_threadpool(protocol.parse, await json_body(http, MAX_BODY_BYTES))
             request = await run_in_threadpool(_turn_request, incoming, templates)
-            reader = await run_in_threadpool(templates.reader, request) if request.is_chat else None
+            reader = await run_in_threadpool(templates.reader, request)
             answer = await _answer(session, request, http)
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
@@ -142,9 +133,9 @@ class ProgramServer:
             fault = ApiError(400, str(error)) if refused else as_api_error(error, http.scope)
             session.refusal = fault.message  # with which an episode without turns is explained
             return JSONResponse(protocol.error_body(fault), fault.status, fault.headers)
-        tokenizer, name = templates.tokenizer, incoming.request.model or next(iter(templates.adapters), MODEL)
+        tokenizer, name = templates.tokenizer, incoming.request.model or MODEL
         prompt, asked = answer.turns[0].prompt.tolist(), incoming.request
-        exchange = Exchange(asked, incoming.wire, name, [prompt], [], templates.token_texts, reader)
+        exchange = Exchange(asked, incoming.wire, name, [prompt], templates.token_texts, reader)
         turns = await run_in_threadpool(_turns, tokenizer, tuple(asked.stop), answer)
         writer, num = protocol.writer(exchange), len(turns)
 
@@ -169,7 +160,7 @@ class _OpenSession:
 
 async def _answer(session: Session, request: TurnRequest, http: HttpRequest) -> Answer:
     """Returns the answer to a request."""
-    number, future = session.ask(request, is_retry=http.headers.get(RETRY_HEADER, "0") not in ("", "0"))
+    number, future = session.ask(request)
     try:
         waiting = asyncio.shield(asyncio.wrap_future(future))
         answer: Answer = await unless_disconnected(waiting, http.receive, math.inf)
@@ -202,50 +193,33 @@ def _turns(tokenizer: Any, stop: Sequence[str], answer: Answer) -> list[Delta]:
 
 def _turn_request(incoming: Incoming, templates: Templates) -> TurnRequest:
     """Returns what a request asks for."""
-    asked, model = incoming.request, incoming.request.model
+    asked = incoming.request
+    if not isinstance(asked, ChatRequest):
+        raise ApiError(400, "a session answers chats; ask /v1/chat/completions, /v1/responses or /v1/messages")
     if not 1 <= asked.n <= MAX_TURNS:
         raise ApiError(400, f"n must be between 1 and {MAX_TURNS}, got {asked.n}", "n")
     if asked.max_tokens is not None and asked.max_tokens < 1:
         raise ApiError(400, f"a turn has at least one token, got max_tokens {asked.max_tokens}", "max_tokens")
-    if templates.adapters and model not in (None, BASE, *templates.adapters):
-        message = f"there is no model {model!r}; this run has {', '.join(templates.adapters)} and {BASE}"
-        raise ApiError(404, message, "model", "model_not_found")
-    adapter = None if model == BASE else model or next(iter(templates.adapters), None)
-    given: dict[str, Any] = {
-        "n": asked.n,
-        "max_tokens": asked.max_tokens,
-        "stop": asked.stop,
-        "regex": asked.regex,
-        "json_schema": asked.json_schema,
-        "adapter": adapter if templates.adapters else None,
-    }
-    if isinstance(asked, ChatRequest):
-        if asked.continue_final_message or not asked.add_generation_prompt:
-            raise ApiError(400, "a session answers with whole messages only", "continue_final_message")
-        given |= {
-            "tools": asked.callable_tools,
-            "template_kwargs": template_kwargs(asked, templates.tokenizer, incoming.hints),
-            "tool_choice": asked.tool_choice if asked.callable_tools else "auto",
-            "parallel": asked.parallel_tool_calls,
-        }
-    elif isinstance(asked, CompletionRequest) and (len(asked.prompts) > 1 or asked.echo):
-        raise ApiError(400, "a session answers one prompt a request, without echo", "prompt")
-    return TurnRequest(asked.prompts[0], **given)
+    if asked.continue_final_message or not asked.add_generation_prompt:
+        raise ApiError(400, "a session answers with whole messages only", "continue_final_message")
+    prompts: list[Any] = asked.prompts
+    return TurnRequest(
+        prompts[0],
+        tools=asked.callable_tools,
+        template_kwargs=template_kwargs(asked, templates.tokenizer, incoming.hints),
+        n=asked.n,
+        max_tokens=asked.max_tokens,
+        stop=asked.stop,
+        tool_choice=asked.tool_choice if asked.callable_tools else "auto",
+        parallel=asked.parallel_tool_calls,
+        regex=asked.regex,
+        json_schema=asked.json_schema,
+    )
 
 
-def take_server(listening: Listening) -> ProgramServer:
-    """Returns the server that listens there, which all rollouts of this process share, and starts it if need be."""
+def server_at(listening: Listening) -> ProgramServer:
+    """Returns the server that listens there, which is started if need be, and serves until the process ends."""
     with _lock:
-        server, num_users = _taken.get(listening) or (ProgramServer(listening), 0)
-        _taken[listening] = server, num_users + 1
-        return server
-
-
-def give_back_server(server: ProgramServer) -> None:
-    """Ends a server that nobody uses any more."""
-    with _lock:
-        _, num_users = _taken.pop(server.listening)
-        if num_users > 1:
-            _taken[server.listening] = server, num_users - 1
-        else:
-            server.close()
+        if listening not in _servers:
+            _servers[listening] = ProgramServer(listening)
+        return _servers[listening]

@@ -69,13 +69,6 @@ class Question:
         return [self.stream, self.name, json.dumps(dict(self.arguments), default=repr)]
 
 
-@dataclass(frozen=True)
-class _Entry:
-    content: list[str]
-    answer: Answer
-    has_state: bool
-
-
 class Record:
     """The answers of a rollout. Threads may share it.
 
@@ -97,7 +90,7 @@ class Record:
     ) -> None:
         self._is_closed = is_closed
         self._lock = threading.Lock()
-        self._entries: dict[tuple[Any, ...], _Entry] = {}
+        self._entries: dict[tuple[Any, ...], tuple[Question, Answer]] = {}
         self._ended: set[tuple[int, int]] = set()  # episodes that ended in an earlier process
         self._incomplete: set[tuple[int, int]] = set()  # with an answer that cannot be written
         self._path = None if folder is None else folder / f"{name}.{process}.jsonl"
@@ -116,8 +109,8 @@ class Record:
                 return None
             if question.what in NOT_WRITTEN:
                 return Outcome()
-            if entry is not None and entry.content == question.content:
-                return entry.answer
+            if entry is not None and entry[0].content == question.content:
+                return entry[1]
             if question.has_state:
                 return Outcome(message="the episode left its record", kind=LEFT)
             is_refused = self._is_closed and question.what == "call"
@@ -128,7 +121,7 @@ class Record:
         if question.what in NOT_WRITTEN:
             return
         with self._lock:
-            self._entries[question.key] = _Entry(question.content, answer, question.has_state)
+            self._entries[question.key] = question, answer
             self._write(question.episode, {**vars(question), "answer": vars(answer)})
 
     def end(self, episode: tuple[int, int]) -> None:
@@ -154,8 +147,8 @@ class Record:
     def _drop_state(self, episode: tuple[int, int]) -> None:
         self._ended.discard(episode)
         self._incomplete.discard(episode)
-        for key, entry in list(self._entries.items()):
-            if key[:2] == episode and (entry.has_state or entry.answer.is_infrastructure):
+        for key, (question, answer) in list(self._entries.items()):
+            if question.episode == episode and (question.has_state or answer.is_infrastructure):
                 del self._entries[key]
 
     def _read(self, line: Mapping[str, Any]) -> None:
@@ -168,7 +161,7 @@ class Record:
             names = Question.__dataclass_fields__.keys() - {"episode"}
             question = Question(episode=episode, **{name: line[name] for name in names})
             answer = (ToolResult if question.what == "call" else Outcome)(**line["answer"])
-            self._entries[question.key] = _Entry(question.content, answer, question.has_state)
+            self._entries[question.key] = question, answer
 
     def _write(self, episode: tuple[int, int], line: Mapping[str, Any]) -> None:
         if self._path is None:

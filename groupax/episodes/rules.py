@@ -7,7 +7,7 @@ from typing import Any
 from groupax.core.settings.fields import nearest
 from groupax.core.settings.references import import_attribute, parse_call
 from groupax.core.settings.rollouts import EpisodeSettings
-from groupax.core.terminal.printable import one_line, short_repr
+from groupax.core.terminal.printable import one_line
 from groupax.core.types import Prompt
 from groupax.data.bridge import Bridge, TextBridge
 from groupax.data.examples import Examples
@@ -85,7 +85,6 @@ class Rules:
         max_prompt_tokens: Longest prompt with what an environment adds to it; None for no limit but the model's.
         rollout_func: Function of the user's that samples rollouts in the place of all this; None without one.
         templates: The `transcript.Templates` of programs; None without programs.
-        adapters: Names of the adapters that the run trains; empty for a run that trains one or none.
         constraint_fault: Why programs may not constrain their turns; None if they may.
         warned: Kinds of failures that were warned of.
         hung: Names of functions that were warned of since they hang.
@@ -97,7 +96,6 @@ class Rules:
     max_prompt_tokens: int | None = None
     rollout_func: RolloutFunction | None = None
     templates: Any = None
-    adapters: tuple[str, ...] = ()
     constraint_fault: str | None = None
     warned: set[tuple[str, ...]] = field(default_factory=set)
     hung: set[str] = field(default_factory=set)
@@ -142,18 +140,6 @@ class Rules:
                 f"{', '.join(self.setups)}{nearest(name, self.setups)}"
             )
         return self.setups[name]
-
-    def adapter_of(self, example: Mapping[str, Any]) -> str | None:
-        """Returns the adapter that answers the prompt of a row; None where programs choose, or without several."""
-        if not self.adapters or self.templates is not None:
-            return None
-        name = example.get("adapter")
-        if name not in self.adapters:
-            raise ValueError(
-                f"the dataset's column adapter has {short_repr(name)}, which is not an adapter of the run; it trains "
-                f"{', '.join(self.adapters)}{nearest(str(name), self.adapters)}"
-            )
-        return name
 
 
 SINGLE_TURNS = Rules()

@@ -20,7 +20,7 @@ from typing import Any
 from groupax.engine.prefix_cache import Place
 from groupax.engine.sequence import SamplingSession
 from groupax.engine.sequence import Sequence as Completion
-from groupax.episodes.record import LEFT, Question, Record
+from groupax.episodes.record import Answer, Question, Record
 from groupax.parallel import processes
 from groupax.tools.calls import ToolCall
 from groupax.tools.results import ToolResult, message_of
@@ -31,7 +31,7 @@ POLL_S = 0.01  # in which a process that waits for its own calls looks for those
 
 Continue = Callable[[Any], None]
 Method = Callable[[], tuple[Callable[..., Any], dict[str, Any]]]  # looked up where the call is made
-Matched = Callable[[], Sequence[tuple[Tool | None, ToolCall]]]
+Matched = Callable[[], tuple[Tool | None, ToolCall]]
 
 
 @dataclass(frozen=True)
@@ -109,59 +109,44 @@ class Calls:
 
         return await self.expect(question, begin)
 
-    async def expect(self, question: Question, begin: Callable[[Callable[[Outcome], None]], None]) -> Outcome:
-        """Returns an outcome that another thread reports.
+    async def expect(self, question: Question, begin: Callable[[Continue], None]) -> Any:
+        """Returns the answer that another thread reports: the result of a tool, or an outcome.
 
         Args:
             question: What is asked.
-            begin: Receives the function that reports the outcome, in the process that owns the episode, unless the
-                outcome is recorded.
+            begin: Receives the function that reports the answer, in the process that owns the episode, unless the
+                answer is recorded.
         """
 
-        def ask(end: Continue) -> None:
-            answer = self.record.answer(question)
-            if answer is not None:
-                end(answer)
-                return
+        number = next(self._numbers)
 
-            def report(outcome: Outcome) -> None:
-                if outcome.message != CLOSED:
-                    self.record.add(question, outcome)
-                end(outcome)
+        def report(answer: Answer) -> None:
+            if (answer.error if isinstance(answer, ToolResult) else answer.message) != CLOSED:
+                self.record.add(question, answer)
+            self._done.put((number, answer))
 
-            begin(report)
+        if _is_own(question.episode):
+            self._own.add(number)
+            recorded = self.record.answer(question)
+            if recorded is None:
+                begin(report)
+            else:
+                self._done.put((number, recorded))
+        return await Until(partial(self._waiting.__setitem__, number))
 
-        return await self._result(question.episode, ask)
+    async def call_tool(self, question: Question, matched: Matched) -> ToolResult:
+        """Returns the result of a tool call, which the process that owns the episode makes, unless it is recorded."""
 
-    async def run(self, questions: Sequence[Question], matched: Matched) -> list[ToolResult]:
-        """Runs the tool calls of a turn in the process that owns the episode, but those whose results are recorded."""
-
-        def ask(end: Continue) -> None:
-            answers = [self.record.answer(question) for question in questions]
-            known = [answer if isinstance(answer, ToolResult) else None for answer in answers]
-            if any(isinstance(answer, Outcome) for answer in answers):
-                return end([_failed(LEFT)] * len(questions))
-            if all(answer is not None for answer in answers):
-                return end(known)
-            added: set[int] = set()
-
-            def add(index: int, result: ToolResult) -> None:
-                if known[index] is None and index not in added and result.error != CLOSED:
-                    added.add(index)
-                    self.record.add(questions[index], result)
-
-            def report(results: list[ToolResult]) -> None:
-                for index, result in enumerate(results):  # those of calls that were not made too
-                    add(index, result)
-                end(results)
-
+        def begin(report: Callable[[ToolResult], None]) -> None:
             try:
-                calls = matched()
+                tool, call = matched()
             except Exception as error:  # noqa: BLE001 - a tool failed to open what it needs
-                return report([_failed(f"{type(error).__name__}: {message_of(error)}")] * len(questions))
-            return self._runner.start(calls, report, known, add)
+                report(_failed(f"{type(error).__name__}: {message_of(error)}"))
+            else:
+                self._runner.call_tool(tool, call, report)
 
-        return await self._result(questions[0].episode, ask)
+        answer = await self.expect(question, begin)
+        return answer if isinstance(answer, ToolResult) else _failed(f"{answer.kind}: {answer.message}")
 
     def begin_again(self, episode: tuple[int, int]) -> None:
         """Drops the answers to an episode that depend on its state, and is played again from its start."""
@@ -181,13 +166,6 @@ class Calls:
             for number, value in arrived:
                 self._own.discard(number)
                 self._waiting.pop(number)(value)
-
-    async def _result(self, episode: tuple[int, int], ask: Callable[[Continue], None]) -> Any:
-        number = next(self._numbers)
-        if _is_own(episode):
-            self._own.add(number)
-            ask(lambda value: self._done.put((number, value)))
-        return await Until(partial(self._waiting.__setitem__, number))
 
     def _arrived(self, waits: bool) -> list[tuple[int, Any]]:
         """Returns the numbers and values of calls that have ended, the same in all processes."""

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from groupax.data.bridge import Bridge, TextBridge
+from groupax.data.bridge import Bridge
 from groupax.data.chat import join_text_parts
-from groupax.data.tokenizer import context_tokens, decode_after, encode_prompts, encode_texts
+from groupax.data.tokenizer import context_tokens, encode_prompts, encode_texts
 from groupax.episodes.program import TurnRequest
 from groupax.serve.exchange import TokenTexts
 from groupax.serve.turns import TurnFormats, TurnReader
@@ -29,16 +29,11 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Templates:
-    """The bridges and formats of turns of a tokenizer, which the episodes of a run share. Threads may share it.
-
-    Attributes:
-        adapters: Names of the adapters that requests may name as their model; empty where one policy answers all.
-    """
+    """The bridges and formats of turns of a tokenizer, which the episodes of a run share. Threads may share it."""
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any], eos_ids: Sequence[int] = ()) -> None:
         self.tokenizer, self.template_kwargs, self._eos_ids = tokenizer, template_kwargs, eos_ids
         self.token_texts = TokenTexts(tokenizer)
-        self.adapters: tuple[str, ...] = ()
         self._formats = TurnFormats(tokenizer)
         self._bridge = lru_cache(maxsize=KINDS)(self._new_bridge)
 
@@ -83,14 +78,9 @@ class Transcript:
         self._templates = templates
         # by the digest of a conversation: the stream of tokens up to its last turn, and the message of that turn
         self._answered: dict[bytes, tuple[np.ndarray, Mapping[str, Any]]] = {}
-        self._texts: list[tuple[str, np.ndarray]] = []  # prompts that are texts with their completions, and streams
 
     def prompt(self, request: TurnRequest) -> np.ndarray:
         """Returns the token ids of a request's prompt."""
-        if isinstance(request.prompt, str):
-            return self._text_prompt(request.prompt)
-        if not request.is_chat:
-            return np.asarray(request.prompt, np.int32)
         messages, tokenizer = with_own_ids(request.prompt), self._templates.tokenizer
         ids = self._continued(request, messages)
         if ids is None:
@@ -120,15 +110,10 @@ class Transcript:
             tokens: Its tokens.
 
         Returns:
-            Its text, and its conversation with the assistant's message; no messages for a prompt that is not a chat.
+            Its text, and its conversation with the assistant's message.
         """
         stream = np.concatenate([prompt_ids, np.asarray(tokens, np.int32)])
-        tokenizer, context = self._templates.tokenizer, context_tokens(self._templates.tokenizer, prompt_ids)
-        if not request.is_chat:
-            said = decode_after(tokenizer, context, tokens)
-            if isinstance(request.prompt, str):
-                self._texts.append((request.prompt + said, stream))
-            return said, ()
+        context = context_tokens(self._templates.tokenizer, prompt_ids)
         messages, reader = with_own_ids(request.prompt), self._templates.reader(request)
         text, _ = reader.text(context, tokens)
         turn = reader.read(text, "stop", prompt_ids.tolist())
@@ -138,15 +123,6 @@ class Transcript:
         *_, digest = _digests(request, [*messages, answer])
         self._answered[digest] = stream, answer
         return turn.content, (*messages, answer)
-
-    def _text_prompt(self, text: str) -> np.ndarray:
-        tokenizer = self._templates.tokenizer
-        known = [(said, stream) for said, stream in self._texts if text.startswith(said)]
-        if not known:
-            return encode_prompts(tokenizer, [text])[0]
-        said, stream = max(known, key=lambda each: len(each[0]))
-        rest = [{"role": "user", "content": text[len(said) :]}]
-        return stream if text == said else np.concatenate([stream, TextBridge(tokenizer).ids(stream, {}, rest)])
 
 
 def with_own_ids(messages: Messages) -> list[dict[str, Any]]:

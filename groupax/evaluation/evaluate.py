@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from groupax.core.settings.fields import nearest
 from groupax.core.settings.sampling import SamplingParams
-from groupax.core.terminal.tables import table_html
 from groupax.core.types import Metrics, Rollout
 from groupax.data.prompts import PromptSet
 from groupax.engine.sequence import Sampler
@@ -25,7 +24,7 @@ class SetEvaluation:
 
     Attributes:
         items: Each prompt with its completions, in the order of the set.
-        estimates: pass@k, maj@k, the reward and each reward function, with 95 % intervals.
+        estimates: pass@k, maj@n, the reward and each reward function, with 95 % intervals.
         metrics: The estimates and their intervals, lengths, truncation, ends and calls of episodes, failures and
             omitted prompts, as plain numbers.
         params: Sampling parameters.
@@ -50,17 +49,6 @@ class SetEvaluation:
     def __repr__(self) -> str:
         return f"<SetEvaluation: {self.text()}>"
 
-    def html(self, name: str) -> str:
-        """Returns the estimates as a table with the name of the set as its title, for notebooks."""
-        rows = [
-            (key, f"{each.value:.4f}", f"{each.low:.4f} to {each.high:.4f}", f"{each.num_items:,}")
-            for key, each in self.estimates.items()
-        ]
-        return table_html(rows, ("", "mean", "95 % interval", "prompts"), name)
-
-    def _repr_html_(self) -> str:
-        return self.html("")
-
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
@@ -77,10 +65,6 @@ class Evaluation:
         start = f"<{type(self).__name__}: "
         lines = (f"{name}, {each.text()}" for name, each in self.sets.items())
         return start + f"\n{' ' * len(start)}".join(lines) + ">"
-
-    def _repr_html_(self) -> str:
-        """Returns the estimates of each set as a table, for notebooks."""
-        return "".join(each.html(name) for name, each in self.sets.items())
 
     @property
     def metrics(self) -> Metrics:
@@ -116,7 +100,7 @@ def evaluate(
     Args:
         sampler: Sampler with the weights to evaluate.
         episodes: How prompts become completions.
-        scoring: How completions get rewards. Without a correctness reward there are no pass@k and maj@k.
+        scoring: How completions get rewards. Without a correctness reward there are no pass@k and maj@n.
         prompts: Evaluation set.
         params: Sampling parameters.
         emit: Receives the phases of sampling and scoring.

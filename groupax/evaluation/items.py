@@ -21,7 +21,7 @@ from groupax.evaluation.paired import PairedDifference, paired_difference
 from groupax.rewards.answers import final_number, number_text
 from groupax.rewards.maths import last_boxed
 from groupax.rewards.text import final_part
-from groupax.rollouts.estimates import Estimate, majority_at_k, mean_share, mean_value, pass_at_k, powers_up_to
+from groupax.rollouts.estimates import Estimate, mean_share, mean_value, pass_at_k, powers_up_to
 
 ONLY_SET = "eval"  # name of a single evaluation set without a name
 
@@ -85,7 +85,7 @@ def math_answer(text: str) -> str | None:
     r"""Returns the content of the last `\boxed{}`, else of the last `<answer>`, else the last number.
 
     Spacing and the size of LaTeX's brackets and fractions are ignored. Two notations of one value are two answers here;
-    those that the reward calls correct still count as one (see `votes`).
+    those that the reward calls correct still count as one (see `majority`).
     """
     text = final_part(text)
     boxed = last_boxed(text)
@@ -143,7 +143,7 @@ class Item:
         prompt: Prompt as in the dataset.
         columns: Other columns of the row.
         completions: The n completions.
-        counts_votes: Whether maj@k is computed.
+        counts_votes: Whether maj@n is computed.
     """
 
     key: str
@@ -215,10 +215,7 @@ def item_values(item: Item) -> dict[str, float]:
         num_right = sum(bool(completion.solved) for completion in item.completions)
         values = {f"pass@{k}": pass_at_k(n, num_right, k) for k in powers_up_to(n)}
         if item.counts_votes and n > 1:
-            ks = [k for k in powers_up_to(n) if k > 1]
-            counts, right, num_silent = votes(item)
-            chances = majority_at_k(counts, right, num_silent, ks)
-            values |= {f"maj@{k}": chance for k, chance in zip(ks, chances, strict=True)}
+            values[f"maj@{n}"] = majority(item)
     totals = [completion.reward for completion in item.completions]
     series = {"reward": totals}
     series |= {
@@ -232,27 +229,25 @@ def item_values(item: Item) -> dict[str, float]:
     return values
 
 
-def votes(item: Item) -> tuple[list[int], int | None, int]:
-    """Returns the number of completions per answer, the index of the correct answer, and the number without an answer.
+def majority(item: Item) -> float:
+    """Returns the probability that the most frequent answer of an item's completions is correct.
 
-    An answer is correct if a completion that gives it is; all correct answers count as one.
+    An answer is correct if a completion that gives it is; all correct answers count as one. Ties are broken at random,
+    and completions without an answer do not vote.
     """
     right_answers = {completion.answer for completion in item.completions if completion.solved}
-    counted: Counter[str | None] = Counter()
-    num_right = num_silent = 0
+    votes: Counter[str | None] = Counter()  # those for a correct answer by None
     for completion in item.completions:
         if completion.solved or (completion.answer is not None and completion.answer in right_answers):
-            num_right += 1
-        elif completion.answer is None:
-            num_silent += 1
-        else:
-            counted[completion.answer] += 1
-    counts = sorted(counted.values(), reverse=True)
-    return ([num_right, *counts], 0, num_silent) if num_right else (counts, None, num_silent)
+            votes[None] += 1
+        elif completion.answer is not None:
+            votes[completion.answer] += 1
+    winners = [answer for answer, count in votes.items() if count == max(votes.values())]
+    return 1 / len(winners) if None in winners else 0.0
 
 
 def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
-    """Computes means over items with their intervals: pass@k, maj@k, the reward and each reward function."""
+    """Computes means over items with their intervals: pass@k, maj@n, the reward and each reward function."""
     by_name = _by_name([item_values(item) for item in items])
     n = max((len(item.completions) for item in items), default=1)
     return {

@@ -12,7 +12,6 @@ BONETT_PRICE = "bonett-price"  # see `paired_difference`
 MCNEMAR = "mcnemar, exact"
 LEVEL = 0.05  # of tests
 SMALLEST_P = 1e-99  # that is shown
-METHODS = {STUDENT: "Student's t", BONETT_PRICE: "Bonett and Price", MCNEMAR: "McNemar's exact test"}  # in words
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from groupax.models.experts import Router, Routing, mixture_of_experts
 from groupax.models.latent_attention import latent_attention
 from groupax.models.layers import (
     NORMS,
-    Weight,
     gated_mlp,
     linear,
     lookup,
@@ -37,15 +36,12 @@ from groupax.models.specs import ROUTER_CORRECTION, Params, layer_specs
 from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
 from groupax.parallel.mesh import GATHERED, REPLICATED, Layout
 from groupax.parallel.pytree import pytree
-from groupax.parallel.runtime import traced_platform
 
 # (attention settings, the layer's cache or None, queries [M, N, H], keys [M, K, H], values [M, K, H], sinks [N] if the
 # model has them) -> (outputs [M, N, H], the layer's updated cache)
 Attend = Callable[..., tuple[Array, Any]]
 # (a layer's recurrence, the layer's cache or None, its inputs of all M tokens) -> (outputs [M, ...], the updated cache)
 Recur = Callable[[Recurrence, Any, Any], tuple[Array, Any]]
-# Tokens whose queries, keys and values XLA's GPU backend computes in one matmul; of more, it depends on the sizes.
-MAX_JOINT_TOKENS = 1024
 # The primitives of attention kernels: Pallas's and cuDNN's.
 KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper")
 
@@ -261,12 +257,12 @@ def _attention(
         q, gate = jnp.split(q.reshape(M, -1, 2 * config.head_dim), 2, axis=-1)
     q, k, v = (x.reshape(M, -1, config.head_dim) for x in (q, k, v))
     if config.qk_norm in ("head", "each_head"):
-        q, k = _norm_heads(config, q, k, weights["q_norm"], weights["k_norm"])
+        q, k = _norm(config, q, weights["q_norm"]), _norm(config, k, weights["k_norm"])
     rope, growth, factors = config.ropes[index], config.query_growth, at.query_factors
     q, k = (_rotated(rope, at, x) for x in (q, k))
     if config.qk_norm == "after_rope" and rope is not None:
         unit = jnp.ones(config.head_dim, q.dtype)
-        q, k = _norm_heads(config, q, k, unit, unit)
+        q, k = _norm(config, q, unit), _norm(config, k, unit)
     if growth is not None and factors is not None and (rope is None or not growth.only_without_rope):
         q = q * factors
     if axis is not None and layout.axis("kv_heads") is None:
@@ -342,29 +338,12 @@ def _norm(config: ModelConfig, x: Array, weight: Array | None) -> Array:
     return x if weight is None else NORMS[config.norm](x, weight, config.norm_eps)
 
 
-def _norm_heads(
-    config: ModelConfig, q: Float[Array, "M N H"], k: Float[Array, "M K H"], q_weight: Array, k_weight: Array
-) -> tuple[Float[Array, "M N H"], Float[Array, "M K H"]]:
-    """Applies the norm to each head of the queries and keys.
-
-    On GPUs those of few tokens are normed together, in one kernel instead of two: XLA computes both in one matmul, so
-    that joining them moves nothing.
-    """
-    if traced_platform() != "gpu" or len(q) > MAX_JOINT_TOKENS:
-        return _norm(config, q, q_weight), _norm(config, k, k_weight)
-    (M, N, H), K = q.shape, k.shape[1]
-    heads = jnp.concatenate([q.reshape(M, N * H), k.reshape(M, K * H)], axis=1).reshape(M, N + K, H)
-    weight = jnp.concatenate([jnp.broadcast_to(q_weight, (N, H)), jnp.broadcast_to(k_weight, (K, H))])
-    normed = _norm(config, heads, weight)
-    return normed[:, :N], normed[:, N:]
-
-
 def _residual(config: ModelConfig, x: Array, norm: Array | None) -> Array:
     """Returns what a block adds to the residual stream."""
     return scaled(_norm(config, x, norm), config.residual_scale)
 
 
-def head_weights(params: Params) -> Weight:
+def head_weights(params: Params) -> Array:
     """Returns the matrix that turns hidden states into logits: the embedding itself if they are tied."""
     return params.get("head", params["embed"])
 

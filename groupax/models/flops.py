@@ -249,11 +249,9 @@ def _memory(config: ModelConfig) -> list[str]:
     specs: list[Spec] = jax.tree.leaves(model_specs(config))
     rest = sum(2 * _size(spec) for spec in specs if not spec.is_layer_matrix)
     matrices = [spec.shape for spec in specs if spec.is_layer_matrix]
-    eight = sum(math.prod(shape) + 4 * shape[0] for shape in matrices)
     by_dtype = {
         "float32": 4 * num_params(config),
         "bfloat16": 2 * num_params(config),
-        "int8, float8": rest + eight,
         "nf4": rest + sum(nf4_bytes(shape) for shape in matrices),
     }
     return ["weights in memory", *(_row(f"  {name}", _size_text(size)) for name, size in by_dtype.items())]

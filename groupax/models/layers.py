@@ -19,7 +19,7 @@ from groupax.models.weights.nf4 import Nf4, dequantize_nf4
 from groupax.parallel.collectives import Axis, psum, psum_grad
 from groupax.parallel.runtime import traced_platform
 
-# An array, a quantized weight (see `models.weights.quantize`), or either of these with a LoRA adapter.
+# An array, a weight in 4 bits (`Nf4`), or either of these with a LoRA adapter.
 Weight = Array | Any
 
 
@@ -156,33 +156,17 @@ def row_parallel_linear(
 
 
 @jax.custom_vjp
-def _quantized_linear(x: Float[Array, "*M I"], weight: Any) -> Float[Array, "*M O"]:
+def _quantized_linear(x: Float[Array, "*M I"], weight: Nf4) -> Float[Array, "*M O"]:
     """Applies a quantized weight, which gets no gradient. The backward pass dequantizes it again."""
-    weight = _depend_on(x, weight)
-    if isinstance(weight, Nf4):
-        return _nf4_linear(x, weight)
-    return dense_linear(x, weight.qvalue.astype(x.dtype)) * _scales(weight, x)
+    return dense_linear(x, dequantize_nf4(_depend_on(x, weight), x.dtype))
 
 
-def _nf4_linear(x: Float[Array, "*M I"], weight: Nf4) -> Float[Array, "*M O"]:
-    if traced_platform() == "gpu":
-        from groupax.models.kernels.triton_matmul import can_multiply, nf4_matmul_nt
-
-        flat = x.reshape(-1, x.shape[-1])
-        if can_multiply(flat, weight):
-            return nf4_matmul_nt(flat, weight).reshape(*x.shape[:-1], -1)
-    return dense_linear(x, dequantize_nf4(weight, x.dtype))
+def _quantized_backward(weight: Nf4, gradient: Array) -> tuple[Array, None]:
+    matrix = dequantize_nf4(_depend_on(gradient, weight), gradient.dtype)
+    return dense_linear(gradient, matrix.T), None
 
 
-def _quantized_backward(weight: Any, gradient: Array) -> tuple[Array, None]:
-    weight = _depend_on(gradient, weight)
-    if isinstance(weight, Nf4):
-        return dense_linear(gradient, dequantize_nf4(weight, gradient.dtype).T), None
-    scaled = gradient * _scales(weight, gradient)
-    return dense_linear(scaled, weight.qvalue.astype(gradient.dtype).T), None
-
-
-def _depend_on(x: Array, weight: Any) -> Any:
+def _depend_on(x: Array, weight: Nf4) -> Nf4:
     """Returns the same weight, which the compiler cannot dequantize before x is computed.
 
     Otherwise it dequantizes all layers up front, or keeps the dequantized weights from the forward to the backward
@@ -191,30 +175,18 @@ def _depend_on(x: Array, weight: Any) -> Any:
     """
     if traced_platform() != "cpu":
         return lax.optimization_barrier((x, weight))[1]
-    zero = (x.reshape(-1)[0] * 0.0).astype(jnp.uint8)
-    if isinstance(weight, Nf4):
-        return replace(weight, codes=weight.codes ^ zero)
-    bits = lax.bitcast_convert_type(weight.qvalue, jnp.uint8) ^ zero
-    return replace(weight, qvalue=lax.bitcast_convert_type(bits, weight.qvalue.dtype))
+    return replace(weight, codes=weight.codes ^ (x.reshape(-1)[0] * 0.0).astype(jnp.uint8))
 
 
 _quantized_linear.defvjp(lambda x, weight: (_quantized_linear(x, weight), weight), _quantized_backward)
 
 
-def vocabulary_logits(hidden: Float[Array, "*M D"], head: Weight, softcap: float | None = None) -> Float[Array, "*M V"]:
-    """Computes the logits in float32, with an optional softcap; the head may be quantized."""
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    if isinstance(head, Array):
-        product = matmul_nt(flat, head)
-    else:
-        product = matmul_nt(flat, head.qvalue.astype(hidden.dtype))
-        product = product * _scales(head, product)
+def vocabulary_logits(
+    hidden: Float[Array, "*M D"], head: Float[Array, "V D"], softcap: float | None = None
+) -> Float[Array, "*M V"]:
+    """Computes the logits in float32, with an optional softcap."""
+    product = matmul_nt(hidden.reshape(-1, hidden.shape[-1]), head)
     return softcapped(product.reshape(*hidden.shape[:-1], -1), softcap)
-
-
-def _scales(weight: Any, x: Array) -> Float[Array, "*M O"]:
-    """Returns a quantized weight's scales, one per output, in a shape to multiply the outputs with."""
-    return jnp.expand_dims(weight.scale[:, 0].astype(x.dtype), tuple(range(x.ndim - 1)))
 
 
 def gated_activation(

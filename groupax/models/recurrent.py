@@ -7,7 +7,7 @@ tokens follow which.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,26 +31,6 @@ class State(NamedTuple):
 
     inputs: Float[Array, "B W C"]
     memory: Float[Array, "B R V"]
-
-
-@runtime_checkable
-class Recurrence(Protocol):
-    """The recurrence of a layer, with the layer's weights.
-
-    Inputs are a tree of arrays with a number of leading dims: of sequences and tokens, or of sequences alone.
-    """
-
-    def scan(self, state: State, inputs: Any, is_token: Bool[Array, "B T"]) -> tuple[Float[Array, "B T ..."], State]:
-        """Returns the outputs of T columns of B sequences, and the states after them.
-
-        Columns without a token change no state. The tokens of a sequence are neighbours; if its last column has none,
-        nothing may continue it.
-        """
-        ...
-
-    def step(self, state: State, inputs: Any) -> tuple[Float[Array, "B ..."], State]:
-        """Returns the outputs of another token of each sequence, and the states after it."""
-        ...
 
 
 def empty_state(config: ModelConfig, num: int) -> State:
@@ -98,7 +78,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DeltaRecurrence:
-    """The recurrence of a layer: a convolution, then the gated delta rule (see `Recurrence`)."""
+    """A convolution, then the gated delta rule."""
 
     net: GatedDeltaNet
     activation: Activation
@@ -166,6 +146,12 @@ class Convolution:
         """Convolves the inputs of another token."""
         out, last = causal_convolution(self.weight, self.bias, state.inputs, inputs[:, None])
         return out[:, 0].astype(inputs.dtype), state._replace(inputs=last)
+
+
+# The recurrence of a layer, with the layer's weights. `scan` goes through columns of tokens, of which those without a
+# token change no state, and `step` through one more token of each sequence. The tokens of a sequence are neighbours; if
+# its last column has none, nothing may continue it.
+Recurrence = DeltaRecurrence | Convolution
 
 
 def recurrent_layer(

@@ -22,11 +22,9 @@ class Advantages:
 
     values: Float[np.ndarray, "B"]  # advantage of each completion
     rewards: Float[np.ndarray, "B"]  # weighted sum of each completion's rewards; NaN where no function applied
-    # whether all rows of a group have equal rewards, or returns of turns, so that it teaches nothing
+    # whether all rows of a group have equal rewards, so that it teaches nothing
     zero_std: Bool[np.ndarray, "P"]
     group_std: Float[np.ndarray, "P"]  # standard deviation (ddof 1) of each group's weighted rewards
-    # advantages of the turns of each completion, where they differ; None for `values`
-    turns: tuple[Float[np.ndarray, "_"], ...] | None = None
 
 
 def group_advantages(

@@ -45,20 +45,10 @@ def sequence_sum_ratio(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"])
     return jnp.broadcast_to(jnp.exp(clamp_log_ratio(total))[:, None], log_ratio.shape)
 
 
-def sequence_token_ratio(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """Computes the value of `sequence_ratio` with the gradient of each token's own log-prob (GSPO-token, eq. 13).
-
-    So a token learns from its own advantage, where `sequence_ratio` gives all tokens the gradient of the row's mean.
-    """
-    own = jnp.exp(log_ratio - lax.stop_gradient(log_ratio))  # exactly 1
-    return lax.stop_gradient(sequence_ratio(log_ratio, mask)) * own
-
-
 # By `importance_sampling_level`.
 RATIOS = {
     "token": token_ratio,
     "sequence": sequence_ratio,
-    "sequence_token": sequence_token_ratio,
     "sequence_sum": sequence_sum_ratio,
 }
 

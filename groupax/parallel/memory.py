@@ -108,30 +108,20 @@ def free_memory_bytes(mesh: Mesh) -> float:
 
 
 def container_free_bytes(cgroups: str, root: Path) -> float:
-    """Returns the memory left to a process by its control groups and their ancestors; infinite without limits.
+    """Returns the memory left to a process by its control group (version 2) and its ancestors; infinite without limits.
 
-    Inactive file caches count as free, since the system reclaims them.
-
-    Args:
-        cgroups: Content of `/proc/self/cgroup`: lines of number:controllers:path, in version 2 without controllers.
+    Inactive file caches count as free, since the system reclaims them. `cgroups` is the content of `/proc/self/cgroup`.
     """
     left = float("inf")
-    for line in cgroups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            limit, usage, cache, top = "memory.max", "memory.current", "inactive_file", root
-        elif "memory" in controllers.split(","):
-            limit, usage, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-            top = root / "memory"
-        else:
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for folder in (top.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)):
-            most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
-            # "max" is not a limit, and a file that a container cannot see is empty
-            if most.isdecimal() and used.isdecimal():
-                stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
-                left = min(left, max(0.0, float(int(most) - int(used) + int(stat.get(cache, 0)))))
+    path = next((line.removeprefix("0::") for line in cgroups.splitlines() if line.startswith("0::")), "")
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for folder in (root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)):
+        most, used = (_text(folder / f"memory.{name}").strip() for name in ("max", "current"))
+        if (
+            most.isdecimal() and used.isdecimal()
+        ):  # "max" is not a limit, and a file that a container cannot see is empty
+            stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+            left = min(left, max(0.0, float(int(most) - int(used) + int(stat.get("inactive_file", 0)))))
     return left
 
 

@@ -4,34 +4,28 @@ What a process decides must follow from what all have in common: tokens, counts,
 here. With a single process nothing is exchanged.
 
     process 0 ──┐
-    process 1 ──┼── hub, a thread of process 0: collects the objects of a round and sends all of them to each
+    process 1 ──┼── the coordination service of `jax.distributed`, in process 0: keeps the objects of a round by process
     process 2 ──┘
 
-The others connect to process 0, and both sides prove that they know a secret. Over these connections processes learn at
-once that another one has ended. A program that several processes compute together would wait for ever, and jax's
-coordination service notices only after a timeout. Imports jax only to join others.
+A process that fails says so through the service, and the others end. One that was killed, or whose machine is lost,
+sends no heartbeats: jax then ends the others, after 100 seconds. Imports jax only to join others.
 """
 
 import atexit
 import contextlib
+import hmac
 import ipaddress
 import logging
 import os
 import pickle
-import queue
 import secrets
 import socket
-import struct
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
-from multiprocessing import AuthenticationError, Pipe
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
-from pathlib import Path
 from typing import Any
 
-from groupax.core.errors import RewardError, RunError, require
+from groupax.core.errors import RewardError, RunError
 from groupax.core.settings import environment as env
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -67,159 +61,130 @@ def own_address(host: str) -> str | None:
     """
     if is_loopback(host):
         return "127.0.0.1" if host == "localhost" else host
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return None
-    for family, kind, _, _, address in found:
-        if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-            continue
-        with socket.socket(family, kind) as tried:
-            try:
+    with contextlib.suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+            with socket.socket(family, kind) as tried:
                 tried.bind((address[0], 0, *address[2:]))
-            except OSError:
-                continue
             return str(address[0])
     return None
 
 
-LOST_S = 40  # after which a machine that answers nothing counts as lost
-GRACE_S = 10.0  # for a process to end on its own after another one has ended
+GRACE_S = 10.0  # for a process to end on its own after another one has failed
 EXPLANATION_S = 3.0  # from an error until the process that caused it reports why
-
-LEAVING = 0  # the round in which processes leave; rounds of objects are numbered from 1
-
-_ENDED = "ended without a message: it was killed, or its machine is lost"
+KEYS = "groupax"  # folder of the keys in the service
+FAILED = "failed"  # key under which the first process that fails says why
+SIGNATURE_BYTES = 32
+LOOK_MS = 500  # between two looks whether another process has failed
 
 
 class Peers:
-    """This process among those of a run, created by `accept_peers` or `connect_to_primary` in all of them at once."""
+    """This process among those of a run.
 
-    def __init__(self, process_index: int, num_processes: int, hub: Connection) -> None:
+    Args:
+        process_index, num_processes: Its number and theirs.
+        client: Client of jax's coordination service.
+        secret: What only these processes know. It signs their objects, since the service answers everyone who reaches
+            it.
+    """
+
+    def __init__(self, process_index: int, num_processes: int, client: Any, secret: bytes) -> None:
         self.process_index, self.num_processes = process_index, num_processes
-        self._hub, self._sending = hub, threading.Lock()
-        self._changed = threading.Condition()
+        self._client, self._secret = client, secret
         self._round = 0
-        self._complete: dict[int, list[bytes]] = {}  # objects by round
         self._notice: str | None = None
-        self._has_failed = False
-        threading.Thread(target=self._listen, name="peers", daemon=True).start()
+        self._is_informed = threading.Event()  # of what has ended a process
+        self._has_failed = self._has_left = False
+        self._watcher = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._watcher.start()
 
     @property
     def failed(self) -> bool:
-        """True once this process or another one has ended early."""
+        """True once this process or another one has failed."""
         return self._has_failed or self._notice is not None
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Returns the values of all processes by index. All processes must call this, in the same order.
 
         Raises:
-            RunError: Another process has ended.
+            RunError: Another process has failed.
         """
-        with self._changed:
-            self._round += 1
-            number = self._round
-        self._send("give", number, pickle.dumps(value))
-        with self._changed:
-            self._changed.wait_for(lambda: number in self._complete or self._notice is not None)
-            if number not in self._complete:
-                raise RunError(self._notice)
-            return [pickle.loads(each) for each in self._complete.pop(number)]
+        self._round += 1
+        values = self._gather(str(self._round), value)
+        if self._round > 1:  # whoever has given a value to this round has read all of the one before
+            self._client.key_value_delete(f"{KEYS}/{self._round - 1}/{self.process_index}")
+        return values
 
     def fail(self, error: BaseException) -> None:
-        """Reports to the other processes that this one cannot continue, unless another one ended first.
+        """Reports to the other processes that this one cannot continue, unless another one failed first.
 
         Raises:
-            RunError: Another process has ended, which explains the error.
+            RunError: Another process has failed, which explains the error.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._notice is not None, EXPLANATION_S)
-            if self._notice is not None and not isinstance(error, RunError):
-                raise RunError(self._notice) from error
-            is_reported, self._has_failed = self.failed, True
+        self._is_informed.wait(EXPLANATION_S)
+        if self._notice is not None and not isinstance(error, RunError):
+            raise RunError(self._notice) from error
+        is_reported, self._has_failed = self.failed, True
         if not is_reported:
-            self._send("failed", f"process {self.process_index} failed: {type(error).__name__}: {error}")
-            with self._changed:  # the hub informs this process last
-                self._changed.wait_for(lambda: self._notice is not None, EXPLANATION_S)
+            with contextlib.suppress(RuntimeError):  # another process was first
+                self._set(FAILED, f"process {self.process_index} failed: {type(error).__name__}: {error}")
+            self._is_informed.wait(EXPLANATION_S)
 
     def leave(self) -> None:
         """Waits until all processes have called this, or one has failed."""
-        self._send("give", LEAVING, b"")
-        with self._changed:
-            self._changed.wait_for(lambda: LEAVING in self._complete or self._notice is not None)
+        with contextlib.suppress(RunError):
+            self._gather("end", None)
+        self._has_left = True
+        self._watcher.join()
 
-    def _listen(self) -> None:
-        try:
-            while LEAVING not in self._complete:
-                self._take(*self._hub.recv())
-        except (EOFError, OSError):
-            self._take("failed", f"process 0 of {self.num_processes} {_ENDED}")
+    def _gather(self, name: str, value: Any) -> list[Any]:
+        self._set(f"{name}/{self.process_index}", value)
+        values = []
+        for index in range(self.num_processes):
+            while (found := self._get(f"{name}/{index}")) is None:
+                if self._notice is not None:
+                    raise RunError(self._notice)
+            values += found
+        return values
 
-    def _take(self, kind: str, *content: Any) -> None:
-        with self._changed:
-            if kind == "all":
-                number, values = content
-                self._complete[number] = values
-            elif kind == "failed" and self._notice is None:
-                (self._notice,) = content
-                if not self._has_failed:
-                    self._end_soon()
-            self._changed.notify_all()
-
-    def _end_soon(self) -> None:
-        print(
-            f"groupax: {self._notice}. Process {self.process_index} stops too; once all processes are started again, "
-            "the run resumes from its newest checkpoint",
-            file=sys.stderr,
-            flush=True,
-        )
-        timer = threading.Timer(GRACE_S, end_now)
-        timer.daemon = True
-        timer.start()
-
-    def _send(self, *message: Any) -> None:
-        with self._sending, contextlib.suppress(OSError):  # `_listen` notices that the hub is gone
-            self._hub.send(message)
-
-
-class _Hub:
-    """The exchange between the processes. It sends to process 0 last, which may end as soon as it has an answer."""
-
-    def __init__(self, connections: dict[int, Connection]) -> None:
-        self.connections = connections
-        self.num_processes = len(connections)
-        self.given: dict[int, dict[int, bytes]] = {}  # objects by round and process
-        self.has_ended = False
-
-    def run(self) -> None:
-        while self.connections and not self.has_ended:
-            ready = wait(list(self.connections.values()))
-            for index, connection in list(self.connections.items()):
-                if connection in ready:
-                    self._receive(index, connection)
-
-    def _receive(self, index: int, connection: Connection) -> None:
-        try:
-            kind, *content = connection.recv()
-        except (EOFError, OSError):
-            del self.connections[index]
-            if not self.has_ended:
-                self._send_all("failed", f"process {index} of {self.num_processes} {_ENDED}")
+    def _watch(self) -> None:
+        found = None
+        while found is None and not self._has_left:
+            found = self._get(FAILED)
+        if found is None:
             return
-        if kind == "failed":
-            self._send_all(kind, *content)
-        elif kind == "give":
-            number, data = content
-            given = self.given.setdefault(number, {})
-            given[index] = data
-            if len(given) == self.num_processes:
-                self.has_ended = number == LEAVING
-                self._send_all("all", number, [data for _, data in sorted(self.given.pop(number).items())])
+        (self._notice,) = found
+        self._is_informed.set()
+        if not self._has_failed:
+            print(
+                f"groupax: {self._notice}. Process {self.process_index} stops too; once all processes are started "
+                "again, the run resumes from its newest checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+            timer = threading.Timer(GRACE_S, end_now)
+            timer.daemon = True
+            timer.start()
 
-    def _send_all(self, *message: Any) -> None:
-        for _, connection in sorted(self.connections.items(), reverse=True):
-            with contextlib.suppress(OSError):  # `_receive` notices that the process is gone
-                connection.send(message)
+    def _set(self, key: str, value: Any) -> None:
+        data = pickle.dumps(value)
+        self._client.key_value_set_bytes(f"{KEYS}/{key}", self._signature(key, data) + data)
+
+    def _get(self, key: str) -> list[Any] | None:
+        """Returns a list with the value of a key; None if there is none within `LOOK_MS`."""
+        try:
+            signed = self._client.blocking_key_value_get_bytes(f"{KEYS}/{key}", LOOK_MS)
+        except RuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise RunError(f"jax's coordination service in process 0 does not answer: {error}") from error
+            return None
+        data = signed[SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signed[:SIGNATURE_BYTES], self._signature(key, data)):
+            raise RunError(f"{key} in jax's coordination service is not of a process of this run")
+        return [pickle.loads(data)]
+
+    def _signature(self, key: str, data: bytes) -> bytes:
+        return hmac.digest(self._secret, key.encode() + b"\0" + data, "sha256")
 
 
 def end_now() -> None:
@@ -231,140 +196,6 @@ def end_now() -> None:
     os._exit(1)
 
 
-CONNECT_S = 60.0  # until process 0 is reached
-GATHER_S = 120.0  # until all others have reached process 0
-MAX_GREETINGS = 64  # connections of strangers that may be tried at the same time
-GREETING_S = 5.0  # for a connection to prove that it knows the secret
-LOOK_S = 0.1
-
-Address = tuple[list[str], int, bytes]  # hosts to try, port, secret
-_REFUSED = (OSError, EOFError, AuthenticationError)
-
-
-def listen_for_peers(host: str | None) -> tuple[socket.socket, Address]:
-    """Returns a listening socket of process 0, and the address by which the other processes reach it.
-
-    It listens on the one address that `host`, the name by which the others know this machine, has here, and on all
-    addresses only if there is none.
-    """
-    own = own_address(host) if host else None
-    family = socket.AF_INET6 if own and ":" in own else socket.AF_INET
-    listener = socket.create_server((own or "0.0.0.0", 0), family=family, backlog=1024)
-    names = dict.fromkeys(filter(None, (host, socket.getfqdn(), socket.gethostname())))
-    return listener, ([*names], int(listener.getsockname()[1]), secrets.token_bytes(16))
-
-
-def accept_peers(listener: socket.socket, secret: bytes, num_processes: int) -> Peers:
-    """Returns the peers of process 0 once all other processes have connected. Closes the listener.
-
-    Each connection is greeted in its own thread, so that a silent one delays no other.
-
-    Raises:
-        RunError: A process did not connect in time.
-    """
-    connections: dict[int, Connection] = {}
-    arrived: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
-    greetings = threading.BoundedSemaphore(num_processes + MAX_GREETINGS)
-    deadline_s = time.monotonic() + GATHER_S
-
-    def greet(accepted: socket.socket) -> None:
-        try:
-            with contextlib.suppress(*_REFUSED):
-                connection = _authenticated(accepted, secret, is_server=True)
-                index = connection.recv()
-                _keep_alive(connection)
-                arrived.put((index, connection))
-        finally:
-            greetings.release()
-
-    with listener:
-        listener.settimeout(LOOK_S)
-        while missing := set(range(1, num_processes)) - connections.keys():
-            if time.monotonic() > deadline_s:
-                raise RunError(
-                    f"processes {', '.join(map(str, sorted(missing)))} of {num_processes} did not connect to process 0 "
-                    f"on port {listener.getsockname()[1]} within {GATHER_S:.0f} s; see their logs, and open the ports "
-                    "between the hosts"
-                )
-            with contextlib.suppress(queue.Empty):
-                index, connection = arrived.get_nowait()
-                connections[index] = connection
-                continue
-            try:
-                accepted, _ = listener.accept()
-            except (TimeoutError, ConnectionError):
-                continue
-            if greetings.acquire(blocking=False):
-                threading.Thread(target=greet, args=(accepted,), name="greeting", daemon=True).start()
-            else:
-                accepted.close()
-    hub_end, own_end = Pipe()
-    hub = threading.Thread(target=_Hub({**connections, 0: hub_end}).run, name="hub", daemon=True)
-    hub.start()
-    return Peers(0, num_processes, own_end)
-
-
-def connect_to_primary(process_index: int, num_processes: int, address: Address) -> Peers:
-    """Returns the peers of a process other than 0.
-
-    Raises:
-        RunError: Process 0 cannot be reached.
-    """
-    hosts, port, secret = address
-    start_s = time.monotonic()
-    faults: dict[str, str] = {}
-    while time.monotonic() - start_s < CONNECT_S:
-        for host in hosts:
-            try:
-                connecting = socket.create_connection((host, port), timeout=GREETING_S)
-                connection = _authenticated(connecting, secret, is_server=False)
-            except _REFUSED as error:
-                faults[host] = str(error)
-                continue
-            connection.send(process_index)
-            _keep_alive(connection)
-            return Peers(process_index, num_processes, connection)
-        time.sleep(0.5)
-    reasons = "; ".join(f"{host}: {fault}" for host, fault in faults.items())
-    raise RunError(
-        f"process {process_index} cannot reach process 0 on port {port} ({reasons}); open the ports between the hosts"
-    )
-
-
-def _authenticated(raw: socket.socket, secret: bytes, is_server: bool) -> Connection:
-    """Returns the connection after both sides have shown that they know the secret, with timeouts of a greeting."""
-    raw.setblocking(True)
-    connection = Connection(raw.detach())
-    _limit_waits(connection, GREETING_S)
-    try:
-        for step in (deliver_challenge, answer_challenge) if is_server else (answer_challenge, deliver_challenge):
-            step(connection, secret)
-    except _REFUSED:
-        connection.close()
-        raise
-    return connection
-
-
-def _limit_waits(connection: Connection, seconds: float) -> None:
-    """Makes the kernel end reads and writes that take longer, since `Connection` cannot; 0 is never."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            duplicate.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
-
-
-def _keep_alive(connection: Connection) -> None:
-    """Lifts the limits of a greeting, and makes the kernel end the connection when the other machine is lost."""
-    _limit_waits(connection, 0.0)
-    options = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 1000 * LOST_S}
-    with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
-        duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in options.items():
-            if hasattr(socket, name):  # as on Linux
-                duplicate.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-ADDRESS_BYTES = 1024
-HEARTBEAT_S = 1800
 LOCAL_DEVICES = "JAX_LOCAL_DEVICE_IDS"  # the user's choice
 ALL_DEVICES = {"local_device_ids": []}  # jax's default is one GPU for each task of a SLURM step
 
@@ -396,9 +227,7 @@ def join() -> None:
             return
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.config.update("jax_enable_preemption_service", False)  # processes agree on signals through `peers`
-        # `peers` notices which process has ended; with a short heartbeat jax would abort for one that was paused
-        arguments = {**arguments, **_bind_address(arguments)}
-        jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=HEARTBEAT_S, shutdown_timeout_seconds=30)
+        jax.distributed.initialize(**arguments, **_bind_address(arguments), shutdown_timeout_seconds=30)
     if jax.process_count() == 1:
         return
     # programs with collectives must reach all processes in the same order
@@ -431,7 +260,7 @@ def all_gather_object(value: Any) -> list[Any]:
     """Returns the values of all processes by index. Values must be picklable. All processes must call this.
 
     Raises:
-        RunError: Another process has ended.
+        RunError: Another process has failed.
     """
     return [value] if _peers is None else _peers.all_gather_object(value)
 
@@ -468,7 +297,7 @@ def fail(error: BaseException) -> None:
     """Reports to the other processes that this one cannot continue.
 
     Raises:
-        RunError: Another process has ended, which explains the error.
+        RunError: Another process has failed, which explains the error.
     """
     if _peers is not None:
         _peers.fail(error)
@@ -509,7 +338,7 @@ def _explicit_arguments(
     return own if chooses_devices else own | ALL_DEVICES
 
 
-def _bind_address(arguments: Mapping[str, Any]) -> dict[str, str]:
+def _bind_address(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the argument that makes process 0's coordinator listen on the address it was given, and on no other.
 
     The coordinator answers everyone who reaches it. Nothing is returned for an address that is not this machine's own
@@ -536,19 +365,13 @@ def _refuse_torchrun(environment: Mapping[str, str]) -> None:
 
 
 def _connect(index: int, count: int) -> Peers:
-    """Connects to the other processes, which learn process 0's address through the devices."""
+    """Returns the peers of this process, which receive their secret through the devices."""
     import numpy as np
+    from jax._src.distributed import global_state
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
-    listener, data = None, b""
-    if index == 0:
-        host = os.environ.get(env.COORDINATOR, "").rpartition(":")[0].strip("[]") or None
-        listener, address = listen_for_peers(host)
-        data = pickle.dumps(address)
-        assert len(data) <= ADDRESS_BYTES, "host names are short"
-    row = np.frombuffer(data.ljust(ADDRESS_BYTES, b"\0"), np.uint8)
-    address = pickle.loads(np.asarray(broadcast_one_to_all(row)).tobytes())
-    return connect_to_primary(index, count, address) if listener is None else accept_peers(listener, address[2], count)
+    secret = broadcast_one_to_all(np.frombuffer(secrets.token_bytes(16), np.uint8))
+    return Peers(index, count, global_state.client, np.asarray(secret).tobytes())
 
 
 def _is_picklable(error: Exception) -> bool:
@@ -570,21 +393,3 @@ def _end() -> None:
         _peers.leave()
     if _peers.failed:
         end_now()
-
-
-def connect_to_ray(address: str | None = None, working_dir: Path | None = None) -> None:
-    """Connects to a cluster as a driver, unless this process is connected.
-
-    Args:
-        address: Address of the cluster; None for the cluster of this machine, or a new one on it.
-        working_dir: Folder that is copied to all hosts.
-
-    Raises:
-        ValueError: ray is not installed.
-    """
-    require("ray", "running on a cluster of ray")
-    import ray
-
-    if not ray.is_initialized():
-        runtime_env = None if working_dir is None else {"working_dir": str(working_dir)}
-        ray.init(address=address, runtime_env=runtime_env)

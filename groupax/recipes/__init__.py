@@ -11,12 +11,9 @@ RECIPES = {
     "shapes": "groupax.recipes.shapes.scenes",
     "gsm8k": "groupax.recipes.gsm8k",
     "numinamath": "groupax.recipes.numinamath",
-    "tldr_length": "groupax.recipes.tldr_length",
     "instructions": "groupax.recipes.instructions",
     "word_problems": "groupax.recipes.word_problems",
     "calculator": "groupax.recipes.agents.calculator",
-    "guess_number": "groupax.recipes.agents.guess_number",
-    "sql": "groupax.recipes.agents.sql",
 }
 
 

@@ -6,11 +6,9 @@ from typing import Any
 # The built-in rewards, which YAML files and the command line know by these names: their modules.
 BUILTIN_REWARDS = {
     "code_tests": "groupax.rewards.code",
-    "cosine_length": "groupax.rewards.lengths",
     "gsm8k_accuracy": "groupax.rewards.maths",
     "integer_answer": "groupax.rewards.formats",
     "math_accuracy": "groupax.rewards.maths",
-    "regex_match": "groupax.rewards.formats",
     "repetition_penalty": "groupax.rewards.lengths",
     "soft_overlong": "groupax.rewards.lengths",
     "think_answer_correct": "groupax.rewards.formats",

@@ -5,44 +5,37 @@
                                              ▼
                the reward's event loop (async) | a worker process | a daemon thread | the main thread (signals)
 
-A thread cannot be killed: one that hangs is abandoned. A process is killed. Imports no jax.
+A thread cannot be killed: one that hangs is abandoned. A process is killed. Python allows signal handlers, with which
+math-verify limits its time, in the main thread only: a function that sets one in a daemon thread is called again in the
+main thread, which calls the functions that wait for it in `MainThread.run_until`. Imports no jax.
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import functools
 import itertools
+import multiprocessing
+import pickle
+import queue
+import signal
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupax.core.settings.rollouts import RewardSettings
 from groupax.core.terminal.printable import printable, short_repr
 from groupax.core.types import Rollout, TrainerState
-from groupax.rewards.contract import (
-    ENVIRONMENTS,
-    Reward,
-    Scores,
-    arguments_for,
-    checked_scores,
-    no_scores,
-    split_per_completion,
-)
-from groupax.rewards.workers import (
-    MainThread,
-    NeedsMainThreadError,
-    as_exception,
-    call_noticing,
-    start_workers,
-)
+from groupax.parallel.preemption import RolloutCancelled
+from groupax.rewards.contract import ENVIRONMENTS, Reward, Scores, arguments_for, checked_scores, no_scores
 
 BACKOFF_S = 0.5  # before the first retry; doubled before each further one
 PING_S = 1.0  # an event loop that does not respond for this long is blocked
 ASYNC_CONCURRENCY = 64  # calls of one async function at a time
 MAX_VALUES = 1_000_000  # returned by one call
+REFUSAL = "signal only works in main thread"  # the text of CPython's ValueError
 
 
 @dataclass
@@ -82,24 +75,14 @@ def check_name(function: str, argument: str, name: Any) -> None:
         raise TypeError(f"{function}: {argument} must be a text, got {type(name).__name__} {short_repr(name)}")
 
 
-def call_sync(
-    function: Callable[..., Any], arguments: Mapping[str, Any], num_completions: int | None
-) -> tuple[Any, CallLog]:
+def call_sync(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, CallLog]:
     """Calls a sync reward function in the current thread or process.
-
-    Args:
-        function: A reward function.
-        arguments: Its keyword arguments; lists have one entry per completion.
-        num_completions: Number of completions if the function takes one at a time; None if one call takes all.
 
     Returns:
         The return value of the function, with arrays and generators as lists, and the values that it logged.
     """
     log = CallLog()
-    arguments = log.bind(arguments)
-    if num_completions is None:
-        return _as_list(function(**arguments)), log
-    return [function(**each) for each in split_per_completion(arguments, num_completions)], log
+    return _as_list(function(**log.bind(arguments))), log
 
 
 def call_in_worker(*call: Any) -> tuple[Any, CallLog]:
@@ -110,17 +93,11 @@ def call_in_worker(*call: Any) -> tuple[Any, CallLog]:
         raise as_exception(error) from error
 
 
-async def call_async(
-    function: Callable[..., Any], arguments: Mapping[str, Any], num_completions: int | None
-) -> tuple[Any, CallLog]:
-    """Calls an async reward function like `call_sync`, with all completions at once if it takes one at a time."""
+async def call_async(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, CallLog]:
+    """Calls an async reward function like `call_sync`."""
     log = CallLog()
-    arguments = log.bind(arguments)
     try:
-        if num_completions is None:
-            return _as_list(await function(**arguments)), log
-        calls = (function(**each) for each in split_per_completion(arguments, num_completions))
-        return list(await asyncio.gather(*calls)), log
+        return _as_list(await function(**log.bind(arguments))), log
     except BaseException as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -141,20 +118,27 @@ def start_event_loop(name: str) -> asyncio.AbstractEventLoop:
     return loop
 
 
-def start_thread(function: Callable[..., Any], *args: Any) -> "concurrent.futures.Future[Any]":
+def start_thread(function: Callable[..., Any], *args: Any) -> "Future[Any]":
     """Calls a function in a daemon thread, which does not keep the interpreter from exiting."""
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:
             settle, outcome = future.set_result, function(*args)
         except BaseException as error:  # noqa: BLE001 - passed to the waiting thread
             settle, outcome = future.set_exception, as_exception(error)
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled in the meantime
+        with contextlib.suppress(InvalidStateError):  # cancelled in the meantime
             settle(outcome)
 
     threading.Thread(target=run, name="reward", daemon=True).start()
     return future
+
+
+def as_exception(error: BaseException) -> Exception:
+    """Returns an exception that a future accepts and that stops no event loop, for anything that a function raises."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(": ".join(filter(None, (f"raised {type(error).__name__}", str(error)))))
 
 
 def _as_list(returned: Any) -> Any:
@@ -169,6 +153,100 @@ def _as_list(returned: Any) -> Any:
     return list(itertools.islice(returned, MAX_VALUES))
 
 
+# -- the main thread
+
+_watched = threading.local()
+_set_handler = signal.signal
+
+
+class NeedsMainThreadError(Exception):
+    """A function that was called in another thread has tried to set a signal handler."""
+
+
+def call_noticing(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function in the current thread, which is not the main thread.
+
+    Raises:
+        NeedsMainThreadError: It has tried to set a signal handler, even if it caught the refusal.
+    """
+    signal.signal = _signal  # pyright: ignore[reportAttributeAccessIssue] - the same for all other threads
+    _watched.requested = False
+    try:
+        returned = function(*args)
+    except BaseException as error:
+        if _watched.requested or REFUSAL in f"{error}{error.__cause__}{error.__context__}":
+            raise NeedsMainThreadError from None
+        raise
+    if _watched.requested:
+        raise NeedsMainThreadError
+    return returned
+
+
+def _signal(signalnum: int, handler: Any) -> Any:
+    _watched.requested = True
+    return _set_handler(signalnum, handler)  # raises a ValueError if this is not the main thread
+
+
+class MainThread:
+    """A queue of calls for the main thread.
+
+    Attributes:
+        needed_by: Names of the reward functions that have to be called here.
+    """
+
+    def __init__(self) -> None:
+        self.needed_by: set[str] = set()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """Has the main thread call a function, for which there is no time limit."""
+        future: Future[Any] = Future()
+        self._jobs.put((function, future))
+        return await asyncio.wrap_future(future)
+
+    def run_until(self, calls: Sequence["Future[Any]"]) -> None:
+        """Calls all waiting functions until these calls are done."""
+        for call in calls:
+            call.add_done_callback(lambda _: self._jobs.put(None))
+        while not all(call.done() for call in calls):
+            job = self._jobs.get()
+            if job is not None and job[1].set_running_or_notify_cancel():
+                _run(*job)
+
+
+def _run(function: Callable[[], Any], future: "Future[Any]") -> None:
+    try:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "the function sets a signal handler, which is possible in the main thread only, and training runs in "
+                "another thread; set reward_workers, or have the function limit its time in another way"
+            )
+        future.set_result(function())
+    except (KeyboardInterrupt, RolloutCancelled):  # meant for this thread, not for the function
+        raise
+    except BaseException as error:  # noqa: BLE001 - passed to the waiting thread
+        future.set_exception(as_exception(error))
+
+
+# -- the calls
+
+
+def check_sendable(rewards: Iterable[Reward]) -> None:
+    """Checks that reward functions can be sent to workers.
+
+    Raises:
+        ValueError: One of them cannot be pickled.
+    """
+    for reward in rewards:
+        try:
+            pickle.dumps(reward.function)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"reward_workers is set, but the reward function {reward.name!r} cannot be sent to another process "
+                f"({error}); define it at the top level of a module, or set reward_workers=0"
+            ) from error
+
+
 class Supervisor:
     """Calls reward functions so that none can stop the run."""
 
@@ -176,21 +254,24 @@ class Supervisor:
         self.settings, self._main_thread = settings, main_thread
         self._semaphores: dict[str, asyncio.Semaphore] = {}
         self._free_workers = asyncio.Semaphore(settings.reward_workers)  # all functions share them
-        self._schedule, self._stop_workers = (
-            start_workers(settings.reward_workers_on, settings.reward_workers) if has_workers else (None, lambda: None)
-        )
+        self._workers: Any = None
+        if has_workers:
+            from pebble import ProcessPool
+
+            context = multiprocessing.get_context("spawn")
+            self._workers = ProcessPool(max_workers=settings.reward_workers, context=context)
         self._loop = start_event_loop("rewards")
         self._async_loops: dict[str, asyncio.AbstractEventLoop] = {}  # one each, as a function may block its own
 
-    def submit(
-        self, reward: Reward, rollouts: list[Rollout], state: TrainerState
-    ) -> "concurrent.futures.Future[Scores]":
+    def submit(self, reward: Reward, rollouts: list[Rollout], state: TrainerState) -> "Future[Scores]":
         """Starts a call; the future's result is its scores, whatever happens in the call."""
         return asyncio.run_coroutine_threadsafe(self._call_with_retries(reward, rollouts, state), self._loop)
 
     def close(self) -> None:
         """Cancels all calls: worker processes are killed, threads abandoned."""
-        self._stop_workers()
+        if self._workers is not None:
+            self._workers.stop()
+            self._workers.join(timeout=5.0)
         for loop in (self._loop, *self._async_loops.values()):
             loop.call_soon_threadsafe(loop.stop)
 
@@ -226,19 +307,19 @@ class Supervisor:
                 deadline.reschedule(asyncio.get_running_loop().time() + self.settings.reward_timeout_s)
 
         arguments = arguments_for(reward, rollouts, state, {"log_extra": None, "log_metric": None})
-        if self._schedule is not None and not reward.is_async:  # environments stay in this process
+        if self._workers is not None and not reward.is_async:  # environments stay in this process
             arguments.pop(ENVIRONMENTS, None)
-        call = reward.function, arguments, len(rollouts) if reward.per_completion else None
+        call = reward.function, arguments
         if reward.is_async:
             start_clock()
             if reward.name not in self._async_loops:
                 self._async_loops[reward.name] = start_event_loop(reward.name)
             loop = self._async_loops[reward.name]
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call_async(*call), loop))
-        if self._schedule is not None:
+        if self._workers is not None:
             async with self._free_workers:
                 start_clock()
-                return await asyncio.wrap_future(self._schedule(call_in_worker, *call))
+                return await asyncio.wrap_future(self._workers.schedule(call_in_worker, args=call))
         if reward.name not in self._main_thread.needed_by:
             start_clock()
             try:

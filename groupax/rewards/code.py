@@ -14,7 +14,7 @@ from groupax.rewards.text import completion_text
 
 MAX_COMPLETION_CHARS = 1 << 20
 # A line with a code fence: the text before it, its backticks, its info string. Matching takes linear time.
-FENCE = re.compile(r"([^`]*(?:`{1,2}[^`]+)*)(`{3,})([^`]*)|([ \t>]*)(~{3,})([^~]*)")
+FENCE = re.compile(r"([^`]*(?:`{1,2}[^`]+)*)(`{3,})([^`]*)")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Statements of a prompt that the tests may rely on.
 TRUSTED = (ast.Import, ast.ImportFrom, *DEFINITIONS, ast.Assign, ast.AnnAssign)
@@ -101,19 +101,14 @@ def program(completion: str, prompt: Any, entry_point: str) -> str:
     return prompt + source if isinstance(prompt, str) else source
 
 
-def python_blocks(text: str) -> list[str]:
-    """Returns the code blocks that are fenced as Python (`py`, `python`, `Python3`) or as no language, in order."""
-    return [source for _, source in _blocks(text)]
-
-
 def _open_block(prompt: str) -> str:
     """Returns the code block that a prompt begins as Python and does not end, with its fence."""
     opened = ""
     for line in prompt.splitlines(keepends=True):
         fence = FENCE.fullmatch(line)
         if opened:
-            opened = "" if fence and not _parts(fence)[2].strip() else opened + line
-        elif fence and _opens(fence) and _is_python(fence) and _parts(fence)[2].strip():
+            opened = "" if fence and not fence[3].strip() else opened + line
+        elif fence and _opens(fence) and _is_python(fence) and fence[3].strip():
             opened = line
     return opened if not opened or opened.endswith("\n") else f"{opened}\n"
 
@@ -121,58 +116,48 @@ def _open_block(prompt: str) -> str:
 def _blocks(text: str) -> list[tuple[str, str]]:
     """Returns the language and the source of the blocks that are fenced as Python or as no language, in order.
 
-    Fences pair line by line as in CommonMark (0.31, section 4.5), except that they may follow other text, and that one
-    with an info string ends the block before it. A block without an end counts only if there is no other block. Lines
-    lose the indentation, or the marks of quotation, of their fence.
+    Fences of backticks pair line by line as in CommonMark (0.31, section 4.5), except that they may follow other text,
+    and that one with an info string ends the block before it. A block without an end counts only if there is no other
+    block. Lines lose the indentation, or the marks of quotation, of their fence.
     """
     blocks: list[tuple[str, str]] = []
     opening: re.Match[str] | None = None
     lines: list[str] = []
 
     def add(opening: re.Match[str], rest: str) -> None:
-        before = _parts(opening)[0]
-        width = len(before) if not re.search(r"[^\s\d.)*+>-]", before) else 0
+        width = len(opening[1]) if not re.search(r"[^\s\d.)*+>-]", opening[1]) else 0
         prefix = re.compile(rf"[ \t>]{{0,{width}}}")
         source = "".join(line[found.end() :] if (found := prefix.match(line)) else line for line in lines)
-        blocks.append((_parts(opening)[2].strip(), source + rest * bool(rest.strip(" \t>"))))
+        blocks.append((opening[3].strip(), source + rest * bool(rest.strip(" \t>"))))
 
     for line in text.splitlines(keepends=True):
-        fence = FENCE.fullmatch(line) if "```" in line or "~~~" in line else None
+        fence = FENCE.fullmatch(line) if "```" in line else None
         if opening and not (fence and _ends(fence, opening)):
             lines.append(line)
         elif fence:
             if opening and _is_python(opening):
-                add(opening, _parts(fence)[0])
-            closes = opening is not None and not _parts(fence)[2].strip()
+                add(opening, fence[1])
+            closes = opening is not None and not fence[3].strip()
             opening, lines = (fence if not closes and _opens(fence) else None), []
     if opening and _is_python(opening) and not blocks:
         add(opening, "")
     return blocks
 
 
-def _parts(fence: re.Match[str]) -> tuple[str, str, str]:
-    """Returns the text before a fence, the fence, and its info string."""
-    before, marks, info = fence.groups()[:3] if fence[2] else fence.groups()[3:]
-    return before, marks, info
-
-
 def _opens(fence: re.Match[str]) -> bool:
-    before, _, info = _parts(fence)
-    return not before.strip() or re.fullmatch(r"\w*\s*", info) is not None
+    return not fence[1].strip() or re.fullmatch(r"\w*\s*", fence[3]) is not None
 
 
 def _ends(fence: re.Match[str], opening: re.Match[str]) -> bool:
-    before, ticks, info = _parts(fence)
-    first, marks, _ = _parts(opening)
-    if ticks[0] != marks[0] or len(ticks) < len(marks):
+    if len(fence[2]) < len(opening[2]):
         return False
-    if before.strip():
-        return not info.strip()
-    return len(before) <= len(first) + 3  # a deeper one belongs to the code, for example to a docstring
+    if fence[1].strip():
+        return not fence[3].strip()
+    return len(fence[1]) <= len(opening[1]) + 3  # a deeper one belongs to the code, for example to a docstring
 
 
 def _is_python(opening: re.Match[str]) -> bool:
-    language = "".join(re.findall(r"[^\s{}]+", _parts(opening)[2].lower())[:1]).removeprefix(".")  # {.python .numbered}
+    language = "".join(re.findall(r"[^\s{}]+", opening[3].lower())[:1]).removeprefix(".")  # {.python .numbered}
     return language in ("", "py") or language.startswith("python")
 
 
@@ -185,13 +170,13 @@ def _prompt_text(prompt: Any) -> str:
 
 
 @lru_cache
-def _stub(prompt: str, entry_point: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Returns the statements of a prompt, or of its code block, that defines the entry point, without that definition.
+def _stub(prompt: str, entry_point: str) -> tuple[str, ...]:
+    """Returns the imports, helpers and constants of a prompt, or of its code block, that defines the entry point.
 
-    They are imports, helpers and constants, each with the names that it binds. There are none if no source defines it.
+    There are none if no source defines it.
     """
     name = entry_point.rpartition(".")[2]
-    for source in [prompt, *python_blocks(prompt)] if name and name in prompt else []:
+    for source in [prompt, *(source for _, source in _blocks(prompt))] if name and name in prompt else []:
         try:
             statements = ast.parse(source).body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -203,15 +188,5 @@ def _stub(prompt: str, entry_point: str) -> tuple[tuple[str, tuple[str, ...]], .
             and any(isinstance(inner, DEFINITIONS) and inner.name == name for inner in ast.walk(each))
         ]
         if found:
-            others = [each for each in statements if isinstance(each, TRUSTED) and each not in found]
-            return tuple((ast.unparse(each), tuple(_bound(each))) for each in others)
+            return tuple(ast.unparse(each) for each in statements if isinstance(each, TRUSTED) and each not in found)
     return ()
-
-
-def _bound(statement: ast.stmt) -> list[str]:
-    """Returns the names that a statement binds."""
-    if isinstance(statement, DEFINITIONS):
-        return [statement.name]
-    if isinstance(statement, (ast.Import, ast.ImportFrom)):
-        return [alias.asname or alias.name.partition(".")[0] for alias in statement.names]
-    return [each.id for each in ast.walk(statement) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]

@@ -14,11 +14,11 @@ import numpy as np
 from groupax.core.terminal.printable import printable
 from groupax.core.types import Rollout, TrainerState
 
-BATCH_ARGS = ("prompts", "completions", "completion_ids", "completion_mask", "turns", "batch")
-SINGLE_ARGS = ("prompt", "completion", "completion_ids", "completion_mask", "turns")
+# Arguments of a function that the run supplies, in addition to the columns of the dataset.
+ARGUMENTS = ("prompts", "completions", "completion_ids", "completion_mask", "turns", "batch")
+ARGUMENTS += ("trainer_state", "log_extra", "log_metric")
 ENVIRONMENTS = "environments"  # of functions in this process, for completions that have environments
 MAX_REWARD = 1e15  # beyond it, float64 does not tell rewards apart that differ by 0.1, and squares overflow float32
-EXTRA_ARGS = ("trainer_state", "log_extra", "log_metric")
 
 
 @runtime_checkable
@@ -39,7 +39,6 @@ class Reward:
     name: str  # a name that is unique in the run
     function: Callable[..., Any]  # the function; for a reward model its `rewards`
     takes: frozenset[str] | None = None  # names of its keyword arguments; None if it takes any
-    per_completion: bool = False  # whether it is called with one completion at a time and returns a number
     is_async: bool = False  # whether calling it returns a coroutine
     on_device: bool = False  # whether it is a `ModelReward`
     columns: Mapping[str, str] = field(default_factory=dict)  # dataset column by argument, where the names differ
@@ -72,16 +71,13 @@ def arguments_for(
     A dataset column that has the name of another argument, such as `completions`, does not replace it.
     """
     columns = {name: [row.example[name] for row in rollouts] for name in rollouts[0].example if name != "prompt"}
-    prompts, completions = [row.prompt for row in rollouts], [row.completion for row in rollouts]
+    examples = {row.prompt_index: row.example for row in rollouts}.values()
     arguments: dict[str, Any] = dict(columns)
     arguments |= {name: columns[column] for name, column in reward.columns.items() if column in columns}
-    if reward.per_completion:
-        arguments |= {"prompt": prompts, "completion": completions}
-    else:
-        examples = {row.prompt_index: row.example for row in rollouts}.values()
-        batch = {name: [example[name] for example in examples] for name in rollouts[0].example}
-        arguments |= {"prompts": prompts, "completions": completions, "batch": batch}
     arguments |= {
+        "prompts": [row.prompt for row in rollouts],
+        "completions": [row.completion for row in rollouts],
+        "batch": {name: [example[name] for example in examples] for name in rollouts[0].example},
         "completion_ids": [row.completion_ids.tolist() for row in rollouts],
         "completion_mask": [row.mask.tolist() for row in rollouts],
         "turns": [row.turns for row in rollouts],
@@ -91,14 +87,6 @@ def arguments_for(
     if any(row.environment is not None for row in rollouts):
         arguments[ENVIRONMENTS] = [row.environment for row in rollouts]
     return {name: value for name, value in arguments.items() if reward.takes is None or name in reward.takes}
-
-
-def split_per_completion(arguments: Mapping[str, Any], num_completions: int) -> list[dict[str, Any]]:
-    """Returns the arguments for each completion, for a function that takes one at a time."""
-    return [
-        {name: value if name in EXTRA_ARGS else value[index] for name, value in arguments.items()}
-        for index in range(num_completions)
-    ]
 
 
 def no_scores(rollouts: Sequence[Rollout], error: str) -> Scores:
@@ -178,23 +166,3 @@ def reward_matrix(names: Sequence[str], rollouts: Sequence[Rollout]) -> np.ndarr
     values = [[row.rewards[name] for name in names] for row in rollouts]
     found = np.array([[math.nan if value is None else value for value in row] for row in values], np.float64)
     return found.reshape(len(rollouts), len(names))  # also if there are none
-
-
-def turn_reward_matrices(names: Sequence[str], rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-    """Returns the rewards of the turns of scored completions, [turns, K] float64 each.
-
-    One reward for the whole belongs to the last turn. A function that does not apply has NaN in all turns.
-    """
-    matrices = []
-    for rollout in rollouts:
-        matrix = np.zeros((len(rollout.turns), len(names)))
-        for column, name in zip(matrix.T, names, strict=True):
-            whole = rollout.rewards[name]
-            if whole is None:
-                column[:] = np.nan
-            elif name in rollout.turns[0].rewards:
-                column[:] = [turn.rewards[name] for turn in rollout.turns]
-            else:
-                column[-1] = whole
-        matrices.append(matrix)
-    return matrices

@@ -89,19 +89,6 @@ def integer_answer(completions: Sequence[Any]) -> list[float]:
     return [float(INTEGER.fullmatch(tagged(completion_text(c), "answer").strip()) is not None) for c in completions]
 
 
-def regex_match(completions: Sequence[Any], *, pattern: str, whole: bool = True) -> list[float]:
-    """Returns 1 for a completion that matches the pattern (`.` also matches newlines), else 0.
-
-    Args:
-        completions: Completions of the policy.
-        pattern: Regular expression.
-        whole: Whether the whole completion must match, instead of any substring.
-    """
-    compiled = re.compile(pattern, re.DOTALL)
-    find = compiled.fullmatch if whole else compiled.search
-    return [float(find(completion_text(completion)) is not None) for completion in completions]
-
-
 def _in_order(marks: Sequence[str], text: str) -> bool:
     """Returns whether the marks occur in this order. A pattern `a.*?b.*?c` would take quadratic time."""
     end = 0

@@ -3,12 +3,10 @@
 The length of an episode of several turns is the number of tokens that the model sampled.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from groupax.rewards.maths import math_accuracy
 from groupax.rewards.text import completion_text
 
 # Thai to Khmer, East Asian scripts but for Hangul, and pictures.
@@ -40,49 +38,10 @@ def soft_overlong(
     if not 1 <= buffer <= max_length:
         raise ValueError(f"soft_overlong needs a buffer from 1 to max_length = {max_length}, got {buffer}")
     free = max_length - buffer
-    return [-min(1.0, max(0.0, (length - free) / buffer)) for length in _lengths(completion_ids, completion_mask)]
-
-
-def cosine_length(
-    completions: Sequence[Any],
-    completion_ids: Sequence[Sequence[int]],
-    answer: Sequence[Any],
-    *,
-    max_length: int,
-    right: tuple[float, float] = (1.0, 0.5),
-    wrong: tuple[float, float] = (-1.0, -0.5),
-    completion_mask: Sequence[Sequence[bool]] | None = None,
-) -> list[float | None]:
-    """Scales accuracy by length along half a cosine: short right answers are best, short wrong ones worst.
-
-    Args:
-        completions: Completions of the policy.
-        completion_ids: Their token ids.
-        answer: Gold answers, compared by `math_accuracy`.
-        max_length: Length in tokens at which the curve ends.
-        right: Rewards of a right completion of 0 and of `max_length` tokens.
-        wrong: Rewards of a wrong completion of 0 and of `max_length` tokens.
-        completion_mask: Tokens that count; None for all.
-
-    Returns:
-        A reward per completion; None where the gold answer cannot be parsed.
-
-    Source: arXiv:2502.03373, section 4.2.
-    """
-    rewards: list[float | None] = []
-    lengths = _lengths(completion_ids, completion_mask)
-    for length, accuracy in zip(lengths, math_accuracy(completions, answer), strict=True):
-        if accuracy is None:
-            rewards.append(None)
-            continue
-        start, end = right if accuracy == 1.0 else wrong
-        progress = min(1.0, length / max_length)
-        rewards.append(end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * progress)))
-    return rewards
-
-
-def _lengths(ids: Sequence[Sequence[int]], mask: Sequence[Sequence[bool]] | None) -> list[int]:
-    return [len(each) for each in ids] if mask is None else [sum(map(bool, each)) for each in mask]
+    lengths = [len(ids) for ids in completion_ids]
+    if completion_mask is not None:
+        lengths = [sum(map(bool, mask)) for mask in completion_mask]
+    return [-min(1.0, max(0.0, (length - free) / buffer)) for length in lengths]
 
 
 def repetition_penalty(completions: Sequence[Any], *, ngram: int = 3, max_penalty: float = -1.0) -> list[float]:

@@ -17,10 +17,8 @@ from groupax.core.settings.fields import nearest
 from groupax.core.settings.references import import_attribute, parse_call
 from groupax.rewards import BUILTIN_REWARDS
 from groupax.rewards.code import code_tests
-from groupax.rewards.contract import BATCH_ARGS, EXTRA_ARGS, SINGLE_ARGS, ModelReward, Reward
+from groupax.rewards.contract import ARGUMENTS, ModelReward, Reward
 from groupax.rewards.sandbox import check_sandbox
-
-OF_MATH = ("math_accuracy", "cosine_length")  # rewards that need the extra `math`
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,8 @@ def find_reward(reference: str) -> Any:
     """
     name, options, columns = parse_call("reward", reference)
     if name in BUILTIN_REWARDS:
-        if name in OF_MATH:
-            require("math", f"the reward {name}", is_imported=False)
+        if name == "math_accuracy":
+            require("math", "the reward math_accuracy", is_imported=False)
         function: Any = import_attribute("reward", f"{BUILTIN_REWARDS[name]}:{name}")
     else:
         if ":" not in name:
@@ -124,22 +122,16 @@ def _resolve(item: Any, tokenizer: Any, columns: Sequence[str], taken_names: Seq
     model = function if isinstance(function, ModelReward) and not inspect.isfunction(function) else None
     if model is None and not callable(function):
         raise ValueError(f"a reward must be a function, a reward model or a name, got {function!r}")
-    core: Any = function
-    while isinstance(core, functools.partial):
-        core = core.func
+    core, options = _unwrapped(function)
     own = getattr(core, "__name__", type(core).__name__) if model is None else model.name
     candidates = [own, *(f"{own}_{number}" for number in range(2, len(taken_names) + 3))]
     name = next(candidate for candidate in candidates if candidate not in taken_names)
     if model is not None:
         return Reward(name, model.rewards, on_device=True)
-    called = cast(Callable[..., Any], function)
-    parameters = inspect.signature(called).parameters
-    per_completion = "completion" in parameters and not {"prompts", "completions"} & set(parameters)
     return Reward(
         name,
-        called,
-        takes=_checked_arguments(name, called, columns, per_completion, renamed),
-        per_completion=per_completion,
+        cast(Callable[..., Any], function),
+        takes=_checked_arguments(name, function, columns, renamed, set(options)),
         is_async=inspect.iscoroutinefunction(core) or inspect.iscoroutinefunction(type(core).__call__),
         columns=dict(renamed),
     )
@@ -151,17 +143,26 @@ def check_setup(function: Callable[..., Any]) -> None:
     Raises:
         RunError: They are not.
     """
-    options: dict[str, Any] = {}
-    while isinstance(function, functools.partial):
-        function, options = function.func, {**function.keywords, **options}
-    if function is code_tests:
+    core, options = _unwrapped(function)
+    if core is code_tests:
         check_sandbox(options.get("sandbox", "bwrap"))
 
 
+def _unwrapped(function: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the function within `functools.partial`, and the options that are bound."""
+    options: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        function, options = function.func, {**function.keywords, **options}
+    return function, options
+
+
 def _checked_arguments(
-    name: str, function: Any, columns: Sequence[str], per_completion: bool, renamed: Mapping[str, str]
+    name: str, function: Any, columns: Sequence[str], renamed: Mapping[str, str], bound: set[str]
 ) -> frozenset[str] | None:
-    """Returns the names of the arguments that a function takes, None for any, if each of them can be supplied."""
+    """Returns the names of the arguments that a function takes, None for any, if each of them can be supplied.
+
+    A column does not replace an option of the same name that is bound by `functools.partial`.
+    """
     parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
     for argument, column in renamed.items():
         if column not in columns:
@@ -169,13 +170,12 @@ def _checked_arguments(
                 f"reward function {name!r} takes {argument!r} from the column {column!r}, which the dataset does not "
                 f"have; it has {', '.join(sorted(columns)) or 'no column but the prompt'}{nearest(column, columns)}"
             )
-    reserved = {*(SINGLE_ARGS if per_completion else BATCH_ARGS), *EXTRA_ARGS}
-    if taken := sorted(reserved & set(renamed)):
+    if taken := sorted(set(ARGUMENTS) & set(renamed)):
         raise ValueError(
             f"reward function {name!r} cannot take {taken[0]!r} from the column {renamed[taken[0]]!r}: the run itself "
             "supplies this argument; rename it"
         )
-    supplied = {*reserved, *columns, *renamed}
+    supplied = {*ARGUMENTS, *columns, *renamed}
     for parameter in parameters.values():
         required = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD,
@@ -187,10 +187,6 @@ def _checked_arguments(
                 f"{', '.join(sorted(supplied))} by keyword, or a column under another name with "
                 f"with_columns(function, {parameter.name}='column'){nearest(parameter.name, supplied)}"
             )
-    bound: set[str] = set()  # options of functools.partial, which a column of the same name does not replace
-    while isinstance(function, functools.partial):
-        bound |= set(function.keywords)
-        function = function.func
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return frozenset(supplied - bound) if bound else None
     return frozenset(set(parameters) - bound)

@@ -22,10 +22,9 @@ from groupax.core.errors import RewardError
 from groupax.core.settings.rollouts import RewardSettings
 from groupax.core.types import Rollout, TrainerState
 from groupax.parallel import processes
-from groupax.rewards.calls import Supervisor
+from groupax.rewards.calls import MainThread, Supervisor, check_sendable
 from groupax.rewards.contract import Reward, Scores, checked_scores
 from groupax.rewards.resolve import check_setup
-from groupax.rewards.workers import MainThread, check_sendable
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +61,7 @@ class RewardRunner:
         groups_per_call: Number of groups in a call if `reward_scope` is "rollout"; None for all.
 
     Raises:
-        ValueError: `reward_workers` is set and a function cannot be sent to another process, or Ray is not installed.
+        ValueError: `reward_workers` is set and a function cannot be sent to another process.
         RunError: A built-in reward needs a program that this machine lacks.
     """
 
@@ -81,10 +80,9 @@ class RewardRunner:
         self._functions = [reward for reward in rewards if not reward.on_device]
         for_workers = [reward for reward in self._functions if settings.reward_workers and not reward.is_async]
         self._has_workers = bool(for_workers)
-        check_sendable(for_workers, settings.reward_workers_on)
-        if not settings.reward_workers or settings.reward_workers_on == "processes":  # Ray's may be other machines
-            for reward in rewards:
-                check_setup(reward.function)
+        check_sendable(for_workers)
+        for reward in rewards:
+            check_setup(reward.function)
 
     def __enter__(self) -> "RewardRunner":
         self._depth += 1

@@ -1,13 +1,13 @@
 """A sandbox for Python code that may be hostile: isolated from machine and tests, with limits and a deadline.
 
-It is built on bubblewrap. A run has two processes, each in its own namespaces:
+It is built on bubblewrap. A run has two processes, which exchange data on two pipes (see `isolated.code_run`):
 
-    bwrap: test process          the harness and the tests
-      bwrap: solution process    the solution, with a filter of system calls
+    bwrap: process of the tests          the harness and the tests
+           └─ process of the solution    the solution, with a filter of system calls
 
 The solution sees neither the tests nor the harness nor the channel of the verdict; it receives arguments and returns
-data on two pipes (see `rewards.isolated`). Neither process has a network, an environment, or any file of this machine
-but the system's programs and the Python installation, both read-only. They share an empty /tmp of `file_bytes`.
+data. Neither process has a network, an environment, /proc, or any file of this machine but the system's programs and
+the Python installation, both read-only. They share an empty /tmp of `FILE_BYTES`.
 
 The solution's memory is bounded by `memory_bytes` and the size of /tmp: it can start threads but no processes, and the
 filter refuses memory that the limits of a process do not count. Kernel bugs are not covered. Imports no jax.
@@ -15,8 +15,10 @@ filter refuses memory that the limits of a process do not count. Kernel bugs are
 
 import contextlib
 import itertools
+import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import signal
@@ -31,14 +33,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from groupax.core.errors import RunError
-from groupax.rewards.isolated.start import BOOTSTRAP, serialize_order
 from groupax.rewards.seccomp import filter_program
 
 Sandbox = Literal["bwrap", "none"]
 MAX_OUTPUT_BYTES = 1 << 16
+FILE_BYTES = 16 << 20  # size of each file, and of all files in /tmp together
+NUM_FILES = 64  # open files of a process
+NUM_PROCESSES = 16  # concurrent threads
+COUNTS_BY_NAMESPACE = (5, 14)  # the Linux from which on other threads of an ordinary user do not count
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 FIRST_USER = 61_184  # nobody assigns user ids above it (systemd's container range); each run has its own
-FILTER_DESCRIPTOR = 3
 NAMESPACES = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
 
 
@@ -49,16 +53,10 @@ class Limits:
     Attributes:
         seconds: Wall time, and CPU time per process.
         memory_bytes: Address space of the solution's process, and of the tests'.
-        file_bytes: Size of each file, and of all files in /tmp together.
-        num_processes: Number of concurrent threads.
-        num_files: Number of open files of a process.
     """
 
     seconds: float = 10.0
     memory_bytes: int = 512 << 20
-    file_bytes: int = 16 << 20
-    num_processes: int = 16
-    num_files: int = 64
 
 
 def passes(
@@ -67,7 +65,7 @@ def passes(
     limits: Limits,
     sandbox: Sandbox = "bwrap",
     entry_point: str = "",
-    stub: Sequence[tuple[str, Sequence[str]]] = (),
+    stub: Sequence[str] = (),
 ) -> bool:
     """Returns whether the tests run to their end with the names that the solution defines.
 
@@ -80,22 +78,13 @@ def passes(
         limits: Resources that the run may use.
         sandbox: "none" runs both processes with this process's permissions.
         entry_point: A name that is the solution's even where Python has a built-in one.
-        stub: Statements with the names that they bind, which the tests see instead of the solution's.
+        stub: Statements that run before the tests, if they can, so that these see its names, not the solution's.
 
     Raises:
         RunError: bubblewrap is not installed or cannot work here, and `sandbox` is not "none".
     """
     check_sandbox(sandbox)
-    token = secrets.token_hex(16).encode()
-    order = {
-        "solution": solution,
-        "tests": tests,
-        "stub": [(source, list(names)) for source, names in stub],
-        "entry_point": entry_point,
-        "token": token,
-        "shows_errors": False,
-    }
-    return _verdict(order, limits, sandbox) == (token, "")
+    return _run(solution, {"tests": tests, "entry_point": entry_point, "stub": stub}, limits, sandbox)[0]
 
 
 def check_sandbox(sandbox: Sandbox = "bwrap") -> None:
@@ -111,98 +100,84 @@ def check_sandbox(sandbox: Sandbox = "bwrap") -> None:
 @cache
 def _check_bubblewrap(_executable: str) -> None:
     """Runs an empty solution, whose error messages can be trusted."""
-    order = {"solution": "", "tests": "", "stub": [], "entry_point": "", "token": b"works", "shows_errors": True}
-    written, errors = _verdict(order, Limits(seconds=30.0), "bwrap")
-    if written != b"works":
+    works, errors = _run("", {"tests": "", "entry_point": "", "stub": []}, Limits(seconds=30.0), "bwrap")
+    if not works:
         raise RunError(f"bubblewrap cannot set up the sandbox of code_tests here: {errors or 'it printed no message'}")
 
 
-def _verdict(order: dict[str, Any], limits: Limits, sandbox: Sandbox) -> tuple[bytes, str]:
-    """Runs tests and returns the output of their process, and error messages if the order shows them.
-
-    At the deadline all processes are killed, and the output is empty.
-    """
-    shows_errors = order["shows_errors"]
+def _run(solution: str, tests: dict[str, Any], limits: Limits, sandbox: Sandbox) -> tuple[bool, str]:
+    """Returns whether a solution passes, and the error messages. At the deadline all processes are killed."""
+    token = secrets.token_hex(16)
     # files, not pipes, so that the limit on file sizes also limits the output
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process, orders = start_isolated(
-            ("protocol", "test_process"),
-            ("protocol", "solution_process"),
-            order,
-            limits,
-            sandbox,
-            stdout=out,
-            stderr=err if shows_errors else subprocess.DEVNULL,
-            cwd=folder if sandbox == "none" else "/",
-        )
+        cwd = folder if sandbox == "none" else "/"
+        process, order = start_isolated("code_run", limits, sandbox, stdout=out, stderr=err, cwd=cwd)
         try:
-            process.communicate(orders, timeout=limits.seconds)
+            # the solution's process is forked between the two
+            process.communicate(frame(order | {"solution": solution}) + frame(tests | {"token": token}), limits.seconds)
         except subprocess.TimeoutExpired:
-            return b"", "it timed out"
+            return False, "it timed out"
         finally:
             end_isolated(process)
         out.seek(0)
         err.seek(0)
-        return out.read(MAX_OUTPUT_BYTES), err.read(MAX_OUTPUT_BYTES).decode(errors="replace").strip()
+        errors = err.read(MAX_OUTPUT_BYTES).decode(errors="replace").strip()
+        return out.read(MAX_OUTPUT_BYTES) == token.encode(), errors
+
+
+def frame(content: Any) -> bytes:
+    """Returns what `isolated.process.receive_frame` reads."""
+    data = json.dumps(content).encode()
+    return len(data).to_bytes(8, "little") + data
 
 
 def start_isolated(
-    outer: Sequence[str],
-    inner: Sequence[str],
-    order: dict[str, Any],
+    program: str,
     limits: Limits,
     sandbox: Sandbox,
-    cwd: str = "/",
+    *,
     stdout: Any = subprocess.PIPE,
     stderr: Any = subprocess.DEVNULL,
-) -> "tuple[subprocess.Popen[bytes], bytes]":
-    """Starts a trusted process in a sandbox, which starts an untrusted one in a sandbox of its own.
+    cwd: str = "/",
+    hash_seed: str = "random",
+) -> tuple["subprocess.Popen[bytes]", dict[str, Any]]:
+    """Starts a process in the sandbox.
 
     Args:
-        outer: Modules of the trusted process, after `isolated.start`; the last one has its `main`.
-        inner: Those of the untrusted one.
-        order: Further contents of the trusted process's order, which is completed.
-        limits: Limits of both processes.
-        sandbox: "none" runs both with this process's permissions.
-        cwd, stdout, stderr: Folder and streams of the trusted process.
+        program: The module of `isolated` whose `main` it calls.
+        limits: Its limits.
+        sandbox: "none" runs it with this process's permissions.
+        stdout: Its standard output.
+        stderr: Its error messages.
+        cwd: Its folder.
+        hash_seed: Seed of its hashes.
 
     Returns:
-        The process, and what it must be sent first.
+        The process, and its limits, which its first frame must hold.
     """
     is_root, is_isolated = os.geteuid() == 0, sandbox == "bwrap"
+    kernel = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
     python = str(Path(sys.executable).resolve()) if is_isolated else sys.executable  # the sandbox has no venv
-    command, trusted = [python, "-P", "-s", "-S"], [python, "-I", "-S"]  # -I would ignore the seed of hashes
-    if is_isolated:
-        tmp = ("--perms", "1777", "--size", str(limits.file_bytes), "--tmpfs", "/tmp")
-        trusted = [*_bubblewrap(_bwrap(), tmp, is_inner=False), *trusted]
-        command = [*_bubblewrap(_bwrap(), ("--bind", "/tmp", "/tmp"), is_inner=True), *command]
-    order |= {
-        "environment": order.get("environment", {}),
-        "user": next(_USERS) if is_isolated and is_root else 0,
-        "cpu_seconds": max(1, round(limits.seconds)),
-        "memory_bytes": limits.memory_bytes,
-        "file_bytes": limits.file_bytes,
-        "num_files": limits.num_files,
-        # without a sandbox, other threads of this user would count
-        "num_processes": limits.num_processes + (0 if is_root else _num_tasks()) if is_isolated else 0,
-        "paths": site.getsitepackages([sys.base_prefix if is_isolated else sys.prefix]),
-        "modules": _compiled_modules("start", *outer),
-        "inner_modules": _compiled_modules("start", *inner),
-        "command": command,
-        "filter": filter_program(platform.machine()) if is_isolated else b"",
-        "filter_descriptor": FILTER_DESCRIPTOR,
-        "is_watched": is_isolated,
-    }
+    command = [*(_bubblewrap(_bwrap()) if is_isolated else []), python, "-P", "-s", "-S"]
     process = subprocess.Popen(
-        [*trusted, "-c", BOOTSTRAP],
+        [*command, "-c", _program("process", "data", program)],
         stdin=subprocess.PIPE,
-        env={"PATH": "/usr/bin:/bin"},
+        env={"PATH": "/usr/bin:/bin", "PYTHONHASHSEED": hash_seed},
         start_new_session=True,
         cwd=cwd,
         stdout=stdout,
         stderr=stderr,
     )
-    return process, serialize_order(order)
+    return process, {
+        "user": next(_USERS) if is_isolated and is_root else 0,
+        "cpu_seconds": max(1, round(limits.seconds)),
+        "memory_bytes": limits.memory_bytes,
+        "file_bytes": FILE_BYTES,
+        "num_files": NUM_FILES,
+        "num_processes": NUM_PROCESSES if is_isolated and (is_root or kernel >= COUNTS_BY_NAMESPACE) else 0,
+        "paths": site.getsitepackages([sys.base_prefix if is_isolated else sys.prefix]),
+        "filter": filter_program(platform.machine()).hex() if is_isolated else "",
+    }
 
 
 def end_isolated(process: "subprocess.Popen[bytes]") -> None:
@@ -217,8 +192,8 @@ def end_isolated(process: "subprocess.Popen[bytes]") -> None:
 
 
 @cache
-def _bubblewrap(executable: str, tmp: tuple[str, ...], is_inner: bool) -> list[str]:
-    """Returns the command that creates a sandbox, with these options for its /tmp."""
+def _bubblewrap(executable: str) -> list[str]:
+    """Returns the command that creates a sandbox."""
     command = [executable, *NAMESPACES, "--die-with-parent", "--new-session"]
     if os.geteuid() != 0:
         command += ["--unshare-user", "--cap-drop", "ALL"]
@@ -227,15 +202,12 @@ def _bubblewrap(executable: str, tmp: tuple[str, ...], is_inner: bool) -> list[s
             command += ["--symlink", str(Path(folder).readlink()), folder]
         elif Path(folder).is_dir():
             command += ["--ro-bind", folder, folder]
-    others = [Path(sys.base_prefix).resolve()] + ([] if is_inner else [Path(executable)])
-    for path in others:
-        if not path.is_relative_to("/usr"):
-            for parent in reversed(path.parents[:-1]):
-                command += ["--perms", "0755", "--dir", str(parent)]
-            command += ["--ro-bind", str(path), str(path)]
-    command += ["--dev", "/dev", *tmp, "--bind", "/tmp", "/dev/shm"] if is_inner else ["--dev", "/dev", *tmp]
-    # only the outer sandbox has a /proc, which the inner bwrap needs
-    command += ["--seccomp", str(FILTER_DESCRIPTOR)] if is_inner else ["--proc", "/proc"]
+    python = Path(sys.base_prefix).resolve()
+    if not python.is_relative_to("/usr"):
+        for parent in reversed(python.parents[:-1]):
+            command += ["--perms", "0755", "--dir", str(parent)]
+        command += ["--ro-bind", str(python), str(python)]
+    command += ["--dev", "/dev", "--perms", "1777", "--size", str(FILE_BYTES), "--tmpfs", "/tmp"]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 
@@ -250,24 +222,16 @@ def _bwrap() -> str:
 
 
 @cache
-def _compiled_modules(*names: str) -> list[tuple[str, Any]]:
-    """Returns compiled modules of `isolated` in the order of their imports; the last one has the process's `main`."""
-    folder, package = Path(__file__).parent / "isolated", "groupax.rewards.isolated"
-    return [
-        (f"{package}.{name}", compile((folder / f"{name}.py").read_text(), f"{name}.py", "exec", dont_inherit=True))
-        for name in names
-    ]
-
-
-def _num_tasks() -> int:
-    """Returns the number of threads of this user, which older kernels count against the sandbox's limit too."""
-    user = os.geteuid()
-    num_tasks = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has exited in the meantime
-            if process.stat().st_uid == user:
-                num_tasks += len(list((process / "task").iterdir()))
-    return num_tasks
+def _program(*names: str) -> str:
+    """Returns Python source that makes modules of `isolated` and calls `main` of the last one."""
+    folder = Path(__file__).parent / "isolated"
+    sources = [(f"groupax.rewards.isolated.{name}", (folder / f"{name}.py").read_text()) for name in names]
+    return (
+        f"import sys\nfor name, source in {sources!r}:\n"
+        "    sys.modules[name] = module = type(sys)(name)\n"
+        "    exec(source, module.__dict__)\n"
+        "module.main()\n"
+    )
 
 
 _USERS = itertools.cycle(range(FIRST_USER, FIRST_USER + 4096))

@@ -1,6 +1,5 @@
 """Collects experience: groups of completions with rewards, advantages and log-probs, for updates to train on."""
 
-import itertools
 from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import closing
@@ -33,9 +32,8 @@ from groupax.objective.advantages import (
     group_advantages,
     with_penalty,
 )
-from groupax.objective.turn_credit import return_advantages
 from groupax.parallel import processes
-from groupax.rewards.contract import reward_matrix, turn_reward_matrices
+from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner, Scored
 from groupax.rollouts.completions import (
     completion_metrics,
@@ -47,7 +45,7 @@ from groupax.rollouts.completions import (
     with_logged,
 )
 from groupax.rollouts.state import Cursor, Experience, Group, UpdateSchedule, masked_ends, row_of, row_of_branch
-from groupax.training.adapters import PolicyLearner
+from groupax.training.learner import Learner
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +88,7 @@ class Collector:
     args: GRPOConfig
     schedule: UpdateSchedule
     prompts: PromptSet
-    learner: PolicyLearner
+    learner: Learner
     engine: PolicySampler
     episodes: Episodes
     scoring: Scoring
@@ -101,8 +99,8 @@ class Collector:
         self.num_prompts = len(self.prompts)
         self.prompts_per_epoch = self.schedule.prompts_per_epoch(self.num_prompts)
 
-    def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
-        """Returns a rollout by the learner's policy, of which the next step takes `num_wanted` minibatches.
+    def collect(self, cursor: Cursor) -> Experience:
+        """Returns a rollout by the learner's policy.
 
         This is the part of Algorithm 1 before its updates (arXiv:2402.03300): `sample`, `score` and the advantages in
         `rollout`, then `with_logprobs`. The result depends only on cursor and learner, of which only the set of known
@@ -111,7 +109,7 @@ class Collector:
         self.engine.params = self.learner.policy
         experience = self.rollout(self.engine, cursor, cursor.step)
         self.engine.release()
-        return self.with_logprobs(experience, cursor, num_wanted)
+        return self.with_logprobs(experience, cursor)
 
     def rollout(self, sampler: Sampler, cursor: Cursor, policy_version: int) -> Experience:
         """Returns groups with rewards and advantages, those to train on first; does not use the learner or its devices.
@@ -193,14 +191,8 @@ class Collector:
         weights, num_generations = self.scoring.weights, self.args.num_generations
         return advantages_of(rows, self.scoring.runner.names, weights, num_generations, self.args, penalty)
 
-    def with_logprobs(self, experience: Experience, cursor: Cursor, num_wanted: int) -> Experience:
-        """Returns a rollout with its minibatches and the log-probs of the reference and of the present policy.
-
-        Args:
-            experience: The rollout as it was sampled.
-            cursor: Progress of the run.
-            num_wanted: Number of minibatches of the next update, which computes their old log-probs itself.
-        """
+    def with_logprobs(self, experience: Experience, cursor: Cursor) -> Experience:
+        """Returns a sampled rollout with its minibatches and the log-probs of the reference and the present policy."""
         self.emit(PhaseStarted("computing log-probs"))
         learner, num_trained = self.learner, self.schedule.prompts_per_rollout
         trained, metrics = experience.groups[:num_trained], experience.metrics
@@ -215,7 +207,7 @@ class Collector:
                 pairs = zip(minibatches, ref_logps, strict=True)
                 minibatches = [_with(rows, "ref_logp", values) for rows, values in pairs]
         # the next update computes its own, but with its dropout, against which the next pass would compare another one
-        num_own = 0 if learner.dropout_rate and self.schedule.num_passes > 1 else num_wanted
+        num_own = 0 if learner.dropout_rate and self.schedule.num_passes > 1 else 1
         minibatches[num_own:] = [
             _with(rows, "old_logp", learner.logprobs(learner.policy, rows)[0]) for rows in minibatches[num_own:]
         ]
@@ -280,11 +272,6 @@ class Collector:
             own |= trl_zero_std_frac(advantages, args.scale_rewards, args.multi_objective_aggregation)
         if reward := self.scoring.correctness_reward:
             own |= solved_metrics(np.array([[row.rewards[reward] for row in group] for group in groups], float))
-        for adapter in rules.adapters if rules.templates is None else ():  # programs ask several for one answer
-            if trained := [group for group in groups if group[0].adapter == adapter]:
-                rewards = reward_matrix(names, [row for group in trained for row in group if not row.is_failure])
-                of_adapter = reward_metrics(names, rewards, self.advantages(trained))
-                own[f"adapters/{adapter}/reward"] = of_adapter["reward"]
         metrics = own | metrics | {"epoch": (cursor.num_prompts + len(groups)) / self.num_prompts}
         num_new = sum(row.num_sampled_tokens for row in rows)
         num_tokens = num_new + sum(len(each.prompt_ids) for row in rows for each in (row, *row.branches))
@@ -341,7 +328,6 @@ def sample_groups(
     rows = [prompts.rows[index] for index in range(len(prompts.token_ids))]
     for sequence in sequences:
         number = sequence.prompt_index - prompts.first
-        sequence.adapter = rules.adapter_of(rows[number]) if rules.adapters else None
         sequence.images = prompts.images[number] if prompts.images else None
     groups: dict[int, list[Sequence]] = {}
     with closing(sampler.session()) as session:
@@ -380,7 +366,6 @@ def _rollout_of(
         policy_version=policy_version,
         text=text,
         mask=np.full(len(tokens), bool(sequence.tokens)),
-        adapter=sequence.adapter,
         images=sequence.images,
         experts=stacked_experts(sequence.experts) if sequence.experts else None,
     )
@@ -400,9 +385,6 @@ def advantages_of(
     penalty: np.ndarray | None = None,
 ) -> Advantages:
     """Returns the advantages of completions by their rewards."""
-    if settings.turn_credit == "returns":
-        matrices = turn_reward_matrices(names, rollouts)
-        return return_advantages(matrices, weights, num_generations, settings.scale_rewards, settings.turn_discount)
     rewards = reward_matrix(names, rollouts)
     totals = np.where(np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards * weights, axis=1))
     if settings.reward_clip_range is not None:
@@ -418,9 +400,8 @@ def advantages_of(
 
 def with_advantages(groups: Many[Group], advantages: Advantages) -> list[Group]:
     """Returns groups whose completions have these advantages, in their order."""
-    values, of_turns = iter(advantages.values.tolist()), advantages.turns
-    turns = itertools.repeat(None) if of_turns is None else (tuple(own.tolist()) for own in of_turns)
-    return [[replace(row, advantage=next(values), turn_advantages=next(turns)) for row in group] for group in groups]
+    values = iter(advantages.values.tolist())
+    return [[replace(row, advantage=next(values)) for row in group] for group in groups]
 
 
 def _with(rows: Many[Row], name: str, values: Many[np.ndarray]) -> list[Row]:

@@ -102,15 +102,6 @@ def logged_metrics(rounds: Sequence[Scored]) -> Metrics:
     return {name: float(np.mean(values)) for name, values in calls.items()}
 
 
-def merge_rollouts(sampled: Sequence[Metrics]) -> Metrics:
-    """Merges the metrics of a step's rollouts like `window_mean`, but adds up seconds and failures."""
-    merged = window_mean(sampled)
-    for name in merged:
-        if name.startswith("time/") or name.endswith("/failures"):
-            merged[name] = sum(metrics.get(name, 0.0) for metrics in sampled)
-    return merged
-
-
 def with_logged(own: Mapping[str, float], logged: Mapping[str, float]) -> Metrics:
     """Adds numbers that reward functions logged to a run's own metrics, under `logged/` if the name is taken."""
     return {**own, **{f"logged/{name}" if name in own else name: value for name, value in logged.items()}}

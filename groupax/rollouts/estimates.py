@@ -5,7 +5,6 @@ one number, the mean over its completions or its pass@k, and intervals follow fr
 ("clustered by item").
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,49 +89,5 @@ def pass_at_k(n: int, num_right: int, k: int) -> float:
 
 
 def powers_up_to(n: int) -> list[int]:
-    """Returns 1, 2, 4, ... and n itself, the k for which pass@k and maj@k are reported."""
+    """Returns 1, 2, 4, ... and n itself, the k for which pass@k is reported."""
     return sorted({1 << power for power in range(n.bit_length())} | {n})
-
-
-def majority_at_k(votes: Sequence[int], right: int | None, num_silent: int, ks: Sequence[int]) -> list[float]:
-    """Computes the probability that the most frequent answer among k of an item's completions is correct, for each k.
-
-    It is exact over all subsets of k completions, and ties are broken uniformly at random. Completions without an
-    answer do not vote.
-
-    Args:
-        votes: Number of completions per answer.
-        right: Index of the correct answer; None if no completion gives it.
-        num_silent: Number of completions without an answer.
-        ks: Sizes of the subsets, each at most the number of completions.
-
-    Example:
-        >>> majority_at_k([3, 1], right=0, num_silent=0, ks=[1, 3, 4])
-        [0.75, 1.0, 1.0]
-    """
-    if right is None:
-        return [0.0] * len(ks)
-    others = tuple(sorted(count for index, count in enumerate(votes) if index != right))
-    return [_majority(votes[right], others, num_silent)[k] for k in ks]
-
-
-@functools.lru_cache(maxsize=4096)
-def _majority(num_right: int, others: tuple[int, ...], num_silent: int) -> tuple[float, ...]:
-    """Computes the probability for each k from 0 to the number of completions.
-
-    For each number c of votes for the correct answer, `ways[v, t]` counts the ways in which the others cast v votes,
-    with at most c for any answer and exactly c for t answers.
-    """
-    n = num_right + sum(others) + num_silent
-    wins = np.zeros(n + 1)
-    for c in range(1, num_right + 1):
-        ways = np.zeros((n - num_right + 1, len(others) + 1))
-        ways[:, 0] = [math.comb(num_silent, v) for v in range(len(ways))]
-        for count in others:
-            before, ways = ways, np.zeros_like(ways)
-            for v in range(min(count, c) + 1):
-                tie = int(v == c)
-                ways[v:, tie:] += math.comb(count, v) * before[: len(before) - v, : before.shape[1] - tie]
-        weights = ways @ (1.0 / np.arange(1, ways.shape[1] + 1))
-        wins[c : c + len(weights)] += math.comb(num_right, c) * weights
-    return tuple(min(1.0, float(wins[k] / math.comb(n, k))) for k in range(n + 1))

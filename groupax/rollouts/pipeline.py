@@ -96,7 +96,7 @@ class Pipeline:
             thread.start()
             number += 1
 
-    def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
+    def collect(self, cursor: Cursor) -> Experience:
         """Waits for the next rollout and returns it ready for updates, like `Collector.collect`.
 
         Raises:
@@ -107,7 +107,7 @@ class Pipeline:
         self.collector.scoring.runner.serve([job.result])
         self.collector.scoring.runner.state = self.collector.trainer_state(job.cursor)
         metrics = {"time/wait_s": time.perf_counter() - begun_s}
-        experience = self.collector.with_logprobs(job.result.result(), cursor, num_wanted)
+        experience = self.collector.with_logprobs(job.result.result(), cursor)
         self._jobs.popleft()
         return replace(experience, metrics=experience.metrics | metrics)
 

@@ -44,44 +44,37 @@ class Experience:
     minibatches: Sequence[Sequence[Row]] = ()
     num_used: int = 0  # number of minibatches that were trained on, in all passes
 
-    def num_left(self, num_passes: int) -> int:
-        """Returns the number of minibatches that are still to be trained on, in all passes."""
-        return len(self.minibatches) * num_passes - self.num_used
+    def next_rows(self) -> list[Row]:
+        """Returns the rows of the next minibatch."""
+        return list(self.minibatches[self._next])
 
-    def next_rows(self, num: int = 1) -> list[Row]:
-        """Returns the rows of the next `num` minibatches."""
-        return [row for index in self._next(num) for row in self.minibatches[index]]
-
-    def next_indices(self, num: int = 1) -> list[int | None]:
-        """Returns the indices of the rows of the next `num` minibatches among the completions of all groups.
+    def next_indices(self) -> list[int | None]:
+        """Returns the indices of the rows of the next minibatch among the completions of all groups.
 
         A row of a further stream of an episode has none.
         """
         numbers = itertools.count()
         indices = [[None if row.is_branch else next(numbers) for row in rows] for rows in self.minibatches]
-        return [each for index in self._next(num) for each in indices[index]]
+        return indices[self._next]
 
-    def after(self, logps: Sequence[np.ndarray], num_passes: int, num: int = 1) -> "Experience | None":
-        """Returns the rollout after an update on the next minibatches; None if all passes over it are made.
+    def after(self, logps: Sequence[np.ndarray], num_passes: int) -> "Experience | None":
+        """Returns the rollout after an update on the next minibatch; None if all passes over it are made.
 
         Args:
-            logps: Log-probs of their rows before the update, [T] each; those of the old policy from now on.
+            logps: Log-probs of its rows before the update, [T] each; those of the old policy from now on.
             num_passes: Number of passes over the rollout.
-            num: Number of minibatches.
         """
-        num_used = self.num_used + num
+        num_used = self.num_used + 1
         if num_used >= num_passes * len(self.minibatches):
             return None
-        minibatches, logps_left = list(self.minibatches), iter(logps)
-        for index in self._next(num):
-            rows = minibatches[index]
-            own = [next(logps_left) for _ in rows]
-            if rows[0].old_logp is None:
-                minibatches[index] = [replace(row, old_logp=logp) for row, logp in zip(rows, own, strict=True)]
+        minibatches, rows = list(self.minibatches), self.next_rows()
+        if rows[0].old_logp is None:
+            minibatches[self._next] = [replace(row, old_logp=logp) for row, logp in zip(rows, logps, strict=True)]
         return replace(self, minibatches=minibatches, num_used=num_used)
 
-    def _next(self, num: int) -> list[int]:
-        return [(self.num_used + index) % len(self.minibatches) for index in range(num)]
+    @property
+    def _next(self) -> int:
+        return self.num_used % len(self.minibatches)
 
 
 def masked_ends(settings: MaskSettings) -> Collection[FinishReason]:
@@ -91,28 +84,19 @@ def masked_ends(settings: MaskSettings) -> Collection[FinishReason]:
 
 
 def row_of(rollout: Rollout, group: int, masked_ends: Collection[FinishReason], with_sampler_logps: bool) -> Row:
-    """Returns a scored completion as a row, without the log-probs that the trainer computes.
-
-    A token that was sampled has the advantage of its turn, or else that of the episode, and all others have 0.
-    """
+    """Returns a scored completion as a row, without the log-probs that the trainer computes."""
     counts = not rollout.is_failure and rollout.finish_reason not in masked_ends
-    advantages = np.full(len(rollout.completion_ids), rollout.advantage, np.float32)
-    if rollout.turn_advantages is not None:
-        advantages[:] = 0.0
-        for turn, advantage in zip(rollout.turns, rollout.turn_advantages, strict=True):
-            advantages[turn.start : turn.end] = advantage
     return Row(
         group=group,
         prompt=rollout.prompt_ids,
         completion=rollout.completion_ids,
         mask=rollout.mask & counts,
-        advantages=np.where(rollout.mask, advantages, np.float32(0.0)),
+        advantages=np.where(rollout.mask, np.float32(rollout.advantage), np.float32(0.0)),
         rollout_logp=rollout.policy_logps,
         policy_version=rollout.policy_version,
         sampler_logp=rollout.sampler_logps if with_sampler_logps else None,
         experts=rollout.experts,
         is_failure=rollout.is_failure,
-        adapter=rollout.adapter,
         images=rollout.images,
     )
 
@@ -130,7 +114,6 @@ def row_of_branch(branch: Branch, group: int, row: Row, advantage: float) -> Row
         sampler_logp=None if row.sampler_logp is None else branch.sampler_logps,
         experts=None,
         is_branch=True,
-        adapter=branch.adapter,
     )
 
 

@@ -41,8 +41,7 @@ from groupax.rewards.contract import ENVIRONMENTS, Reward
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rollouts.collector import sampling_params
 from groupax.runs.checkpoints.record import stored_dtype
-from groupax.training.adapters import PolicyLearner
-from groupax.training.learner import LearnerSettings
+from groupax.training.learner import Learner, LearnerSettings
 
 # Fraction of the memory that is free before the first step, for the KV cache during updates, which take half of it.
 KV_FRAC_DURING_UPDATES = 0.4
@@ -164,30 +163,6 @@ def _check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
         )
 
 
-def check_adapters(args: GRPOConfig, model: Path | str | Model, lora: LoRAConfig | None) -> None:
-    """Raises a ValueError if a run cannot train the adapters that its settings name."""
-    if not args.adapters:
-        return
-    if lora is None:
-        raise ValueError(
-            f"adapters ({', '.join(args.adapters)}) are new LoRA adapters: set lora_r, e.g. to 16, or peft_config"
-        )
-    if lora.bias != "none" or lora.modules_to_save:
-        raise ValueError(
-            "adapters that are trained together have low-rank changes alone; leave lora_bias at 'none' and "
-            "lora_modules_to_save empty"
-        )
-    if isinstance(model, Model) and model.adapter is not None:
-        raise ValueError(f"adapters ({', '.join(args.adapters)}) are new, and the model has one already; give its base")
-    if processes.num_processes() > 1:
-        raise ValueError(f"adapters need a run of one process, and there are {processes.num_processes()}")
-    if args.scale_rewards == "batch" or args.multi_objective_aggregation == "normalize_then_sum":
-        raise ValueError(
-            "scale_rewards='batch' and multi_objective_aggregation='normalize_then_sum' divide the advantages of all "
-            "adapters by one standard deviation; leave both out with adapters"
-        )
-
-
 def tokenizer_for(args: RunConfig, model: Model, given: Any) -> Any:
     """Returns the given tokenizer, or the one in the model's folder."""
     if given is not None:
@@ -215,8 +190,6 @@ def rules_for(
     """Returns the rules of the run's episodes."""
     settings = args.part(EpisodeSettings)
     if rollout_func is not None:
-        if args.adapters:
-            raise ValueError("rollout_func samples with one policy; train several adapters without it")
         if tools or environments is not None:
             raise ValueError("rollout_func samples whole rollouts, so tools and environments have no effect; drop one")
         if rollout_func.is_recorded and args.rollout_correction == "none":
@@ -233,15 +206,9 @@ def rules_for(
         return Rules(settings, template_kwargs=args.chat_template_kwargs, rollout_func=function)
     rules = make_rules(tokenizer, settings, tools, environments, args.chat_template_kwargs, eos_ids)
     if rules.templates is None:
-        return replace(rules, adapters=args.adapters)
-    if args.turn_credit == "returns":
-        raise ValueError(
-            "turn_credit='returns' gives turns the rewards that come after them, and the reward of a program comes at "
-            "its end; leave turn_credit as it is"
-        )
-    rules.templates.adapters = args.adapters
+        return rules
     fault = UNCORRECTED_CONSTRAINT if args.rollout_correction == "none" else None
-    return replace(rules, constraint_fault=fault, adapters=args.adapters)
+    return replace(rules, constraint_fault=fault)
 
 
 def prompts_for(
@@ -257,9 +224,6 @@ def prompts_for(
     name = "max_completion_length" if max_completion_length is None else "eval_max_completion_length"
     length = max_completion_length or args.max_completion_length
     limit = prompt_limit(model.config.max_positions, length, args.max_prompt_length, name)
-    if rules.adapters:
-        for index in range(len(examples)):
-            rules.adapter_of(examples[index])
     encoder = prompt_encoder(model.config.vision, model.source, tokenizer, int(args.image_cache_gb * 1e9))
     prompts = encode_examples(
         examples,
@@ -311,7 +275,7 @@ def learner_settings(args: GRPOConfig) -> LearnerSettings:
 def engine_for(
     args: GRPOConfig,
     model: Model,
-    learner: PolicyLearner,
+    learner: Learner,
     eos_ids: tuple[int, ...],
     tokenizer: Any = None,
     expected: Demand | None = None,
@@ -343,7 +307,6 @@ def engine_for(
         expected=expected,
         chunk_steps=TURN_STEPS if has_turns else CHUNK_STEPS,
         prefix_bytes=int(args.prefix_cache_gb * 1e9) if has_turns else 0,
-        adapters=args.adapters,
         features=learner.features,
         record_experts=args.routing_replay,
     )

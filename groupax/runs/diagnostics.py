@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from groupax.core.config import GRPOConfig
-from groupax.core.settings.objective import UNCLIPPED, WEIGHTED_BY_LENGTH
+from groupax.core.settings.objective import WEIGHTED_BY_LENGTH
 from groupax.core.types import Metrics
 from groupax.events import Diagnosed, Emit, Evaluated, Event, RolloutScored, StepEnded
 
@@ -18,7 +18,6 @@ FLOAT32_LOGP_DRIFT = 1e-5  # float32 alone causes about 1e-6
 COLLAPSED = 0.1  # of the entropy at the start
 EARLY_STEPS = 3  # of the start, compared with the last `PATIENCE_STEPS` while there are too few for `START_STEPS`
 NO_GRADIENT = 1e-8  # norm of a gradient that changes nothing
-PADDING_WASTE = 0.6  # of the tokens that are computed
 SLOW_REWARD, SLOW_REWARD_S = 0.3, 0.1  # of the steps' time, and seconds per step
 REWARD_CHANGE = 0.5  # standard deviations of a reward
 LONGER, MORE_CLIPPED = 1.5, 0.25  # times the length at the start, and share of completions
@@ -30,8 +29,8 @@ SEVERITIES: dict[str, Severity] = {
     **dict.fromkeys(("no_rewards", "rewards_equal", "no_gradient", "kl_runaway", "entropy_collapse"), "error"),
     **dict.fromkeys(("reward_hacking", "learning_rate_zero", "environment_failures"), "error"),
     **dict.fromkeys(("filter_budget", "few_prompts", "all_truncated", "length_explosion", "logp_drift"), "warning"),
-    **dict.fromkeys(("no_eos", "decoding_weights", "sequence_weights", "luspo_level", "vespo_level"), "warning"),
-    **dict.fromkeys(("delta_unused", "metric_for_best_model", "padding_waste", "slow_reward"), "note"),
+    **dict.fromkeys(("no_eos", "decoding_weights", "sequence_weights"), "warning"),
+    **dict.fromkeys(("metric_for_best_model", "slow_reward"), "note"),
 }
 PREFIXES: dict[str, Severity] = {"reward ": "error", "tracker_": "note"}  # of names that contain another name
 
@@ -101,21 +100,11 @@ def setup_diagnostics(args: GRPOConfig, eos_ids: Sequence[int], num_prompts: int
             f"rollouts decode with {args.decoding_weights} weights, which differ from the policy's, and nothing "
             "corrects for it; set rollout_correction, e.g. to 'token_truncate'"
         )
-    if args.loss_type == "luspo" and args.importance_sampling_level == "token":
-        found["luspo_level"] = (
-            "loss_type 'luspo' is meant for one ratio per completion; set importance_sampling_level='sequence'"
-        )
     if args.importance_sampling_level != "token" and args.loss_type in WEIGHTED_BY_LENGTH:
         found["sequence_weights"] = (
             f"with importance_sampling_level {args.importance_sampling_level!r} the loss_type {args.loss_type!r} sums "
             "over tokens, which weights each sequence by its completion length; for GSPO's objective set "
             "loss_type='grpo'"
-        )
-    if args.delta is not None and args.loss_type in UNCLIPPED:
-        found["delta_unused"] = f"delta {args.delta} has no effect with loss_type {args.loss_type!r}; leave it unset"
-    if args.loss_type == "vespo" and args.importance_sampling_level != "token":
-        found["vespo_level"] = (
-            "loss_type 'vespo' forms its own weight per completion; importance_sampling_level changes the KL term only"
         )
     return found
 
@@ -125,7 +114,7 @@ def supervised_diagnostics(history: Sequence[Mapping[str, float]]) -> dict[str, 
     recent = history[-PATIENCE_STEPS:]
     if len(recent) < PATIENCE_STEPS:
         return {}
-    return _learning_rate(recent) | _padding(recent, "batch_size")
+    return _learning_rate(recent)
 
 
 def reward_diagnostics(errors: Mapping[str, str]) -> dict[str, str]:
@@ -133,6 +122,15 @@ def reward_diagnostics(errors: Mapping[str, str]) -> dict[str, str]:
     return {
         f"reward {name}": f"the reward function {name!r} failed; its completions go without that reward (reported "
         f"once, counted in rewards/{name}/failures):\n{error}"
+        for name, error in errors.items()
+    }
+
+
+def tracker_diagnostics(errors: Mapping[str, str]) -> dict[str, str]:
+    """Returns the diagnostics of trackers that failed, by the error of each."""
+    return {
+        f"tracker_{name}_failed": f"{name} failed and receives nothing more ({error}); training continues, and "
+        "metrics.jsonl has everything"
         for name, error in errors.items()
     }
 
@@ -222,7 +220,7 @@ def _of_last_steps(recent: Steps, limit: float) -> dict[str, str]:
             f"{kl[-1]:.3g}): the policy has left the starting model; lower learning_rate, raise beta, or look for "
             "rewards that nonsense can earn"
         )
-    found |= _learning_rate(recent) | _padding(recent, "prompts_per_step or num_generations")
+    found |= _learning_rate(recent)
     is_asynchronous = "time/wait_s" in last  # then rollouts are of earlier policies
     drift = _values(recent, "rollout/logp_diff_mean")
     if min(drift) > limit and not is_asynchronous:
@@ -250,17 +248,6 @@ def _learning_rate(recent: Steps) -> dict[str, str]:
     return {
         "learning_rate_zero": f"for {PATIENCE_STEPS} steps the learning rate was 0, so the model did not change; set "
         "learning_rate, or learning_rate_end if the schedule has ended"
-    }
-
-
-def _padding(recent: Steps, settings: str) -> dict[str, str]:
-    padding = _values(recent, "padding_frac")
-    if min(padding) <= PADDING_WASTE:
-        return {}
-    return {
-        "padding_waste": f"for {PATIENCE_STEPS} steps more than {PADDING_WASTE:.0%} of what updates computed was "
-        f"padding (now {padding[-1]:.0%}); a step has too few tokens for micro_batch_tokens: lower that, or raise "
-        f"{settings}"
     }
 
 

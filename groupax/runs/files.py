@@ -177,7 +177,7 @@ def upload_changes(folder: Path, remote: RemoteFolder, uploaded: dict[str, tuple
     """
     for file in sorted(folder.rglob("*")):
         name = str(file.relative_to(folder))
-        if not file.is_file() or name.startswith(("checkpoints/", "states/", "calls/", ".")) or "/." in name:
+        if not file.is_file() or name.startswith(("checkpoints/", "calls/", ".")) or "/." in name:
             continue
         stat = file.stat()
         version = (stat.st_size, stat.st_mtime_ns)

@@ -17,7 +17,7 @@ from groupax.core.storage.folders import MAX_LOG_BYTES, read_file, sync_to_disk
 from groupax.core.types import Metrics, Rollout
 from groupax.episodes.record import FOLDER as RECORDS
 from groupax.evaluation.items import Item, write_items
-from groupax.events import Emit, Message, TokenScores, ignore
+from groupax.events import TokenScores
 from groupax.models.vision.processing import write_processor
 from groupax.rollouts.completions import json_numbers
 from groupax.runs.files import (
@@ -39,7 +39,6 @@ from groupax.runs.rollout_log import RolloutLog, write_records
 STEP_FOLDERS = ("rollouts", "evaluations", "bad_steps")  # with files named for steps
 RECORD, DIAGNOSTICS = "record.jsonl", "diagnostics.jsonl"
 MAX_END = 2000  # characters that say why a process ended
-TRACKED = "tracked.jsonl"  # of the tracker "jsonl", which a resumed run extends
 
 
 class RunFolder:
@@ -59,7 +58,6 @@ class RunFolder:
     Args:
         path: A folder, created if absent, or a URL; a ValueError says if it is not writable or another run works in it.
         rollout_log_bytes: Budget of `rollouts/`, in a bucket for what this process writes; None for no limit.
-        emit: Receives messages about faults of the folder.
 
     Attributes:
         path: The local folder, which stays where it is if a function changes the working directory.
@@ -72,7 +70,7 @@ class RunFolder:
         moved_aside: New location of an earlier run that was in this folder, if there was one.
     """
 
-    def __init__(self, path: str | os.PathLike[str], rollout_log_bytes: int | None = None, emit: Emit = ignore) -> None:
+    def __init__(self, path: str | os.PathLike[str], rollout_log_bytes: int | None = None) -> None:
         self.uri = str(path if is_remote(path) else Path(path).expanduser())
         self.remote = RemoteFolder(self.uri) if is_remote(path) else None
         if self.remote is None and not Path(self.uri).name:
@@ -83,7 +81,6 @@ class RunFolder:
         self.moved_aside: str | None = None
         self.command: Mapping[str, Any] | None = None
         self.id, self.is_incomplete = "", False
-        self.emit = emit
         self._lock: RunLock | None = None
         self._is_new = self._is_prepared = False  # created by the lock; has the files of a run
         self._diagnostics: list[dict[str, Any]] = []
@@ -91,7 +88,6 @@ class RunFolder:
         self._record: list[bytes] = []  # lines of record.jsonl from earlier processes
         self._processes: list[Mapping[str, Any]] = []
         self._is_recorded = False  # whether the last of them is this one
-        self._identity = ""  # digest of the run's identity, if it is known
         self._rollout_log = RolloutLog(self.path / "rollouts", rollout_log_bytes)
         self._uploaded: dict[str, tuple[int, int]] = {}  # size and time of each uploaded file
         with refusing_unwritable(self.uri):
@@ -125,24 +121,15 @@ class RunFolder:
             with contextlib.suppress(OSError):  # it is not empty
                 self.path.rmdir()
 
-    def start(self, config: Mapping[str, Any], identity: str = "", afresh: bool = True) -> None:
-        """Starts a run; an earlier one in the folder is moved aside to `path.1`, `path.2`, ...
-
-        An earlier run stays if it has no results, or if it has the same identity and was killed before its first
-        checkpoint, so that its steps will be repeated, unless the run starts `afresh`.
-        """
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Starts a run; an earlier one in the folder that has results is moved aside to `path.1`, `path.2`, ..."""
         if self.remote is not None and self.remote.exists(METRICS):
             self.moved_aside = self.remote.move_all_aside()
         elif self.remote is None and has_results(self.path):
-            if not afresh and identity and self._is_repeated(identity):
-                text = f"the run in {self.uri} was stopped before its first checkpoint; its steps are repeated"
-                self.emit(Message(text, warning=True))
-                self.resume(config, b"", 0)
-                return
             self._move_aside()
-        elif afresh or not identity or not self._is_repeated(identity):
-            shutil.rmtree(self.records, ignore_errors=True)  # of another run, killed before its first step
-        self.id, self._identity = secrets.token_hex(4), identity
+        else:
+            shutil.rmtree(self.records, ignore_errors=True)  # of a run that was killed before its first step
+        self.id = secrets.token_hex(4)
         self._diagnostics, self._processes, self._record = [], [], []
         self._prepare(config, b"", step=0)
 
@@ -150,13 +137,10 @@ class RunFolder:
         """Continues the run in the folder from a step, with `metrics.jsonl` as it was then, without later files."""
         about = parsed_record(self._earlier("run.json"))
         self.id, self._processes = about.get("id") or secrets.token_hex(4), about.get("processes", [])
-        self._identity = about.get("identity", "")
         lines = map(parsed_record, self._earlier(DIAGNOSTICS).splitlines())
         self._diagnostics = [dict(line) for line in lines if line.get("step", step + 1) <= step]
         lines = self._earlier(RECORD).splitlines()
         self._record = [line for line in lines if parsed_record(line).get("step", step + 1) <= step]
-        if self.remote and (tracked := self._earlier(TRACKED)):
-            (self.path / TRACKED).write_bytes(tracked)
         self._prepare(config, metrics, step)
 
     @property
@@ -174,11 +158,6 @@ class RunFolder:
             return self.remote.read(name) if self.remote else read_file(self.path / name, MAX_LOG_BYTES)
         except FileNotFoundError:
             return b""
-
-    def _is_repeated(self, identity: str) -> bool:
-        """Returns whether the run in the folder is this one, and has nothing that will not be repeated."""
-        is_over = (self.path / "model").exists() or any((self.path / "checkpoints").glob("step_*"))
-        return not is_over and parsed_record(self._earlier("run.json")).get("identity") == identity
 
     def _move_aside(self) -> None:
         free = free_name(self.path)
@@ -207,7 +186,6 @@ class RunFolder:
         self.num_metrics_bytes = len(metrics)
         replace_text(self.path / DIAGNOSTICS, "".join(json.dumps(line) + "\n" for line in self._diagnostics))
         replace_text(self.path / RECORD, "".join(line.decode() + "\n" for line in self._record))
-        self._rollout_log.forget()
 
     # Writing.
 
@@ -226,8 +204,7 @@ class RunFolder:
                 self._write_processes()
 
     def _write_processes(self) -> None:
-        identity = {"identity": self._identity} if self._identity else {}
-        self._write_json("run.json", {"id": self.id, **identity, "processes": self._processes})
+        self._write_json("run.json", {"id": self.id, "processes": self._processes})
 
     def write_tokenizer(self, tokenizer: Any, processor_folder: Path | None = None) -> None:
         """Writes `tokenizer/`, which exports of checkpoints need, with the settings of an image processor, if any."""
@@ -256,12 +233,11 @@ class RunFolder:
         step: int,
         rollouts: Sequence[Rollout],
         scores: Mapping[int, TokenScores] | None = None,
-        reward: float = float("nan"),
         kept: Collection[int] = (),
     ) -> None:
         """Writes `rollouts/step_N.parquet` atomically (see `RolloutLog.write`)."""
         with self._writing():
-            self._rollout_log.write(step, rollouts, scores or {}, reward, kept)
+            self._rollout_log.write(step, rollouts, scores or {}, kept)
 
     def remove_rollouts(self, step: int) -> None:
         """Removes `rollouts/step_N.parquet`, if there is one."""

@@ -3,7 +3,6 @@
 import datetime
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,21 +12,18 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from groupax.core.config import GRPOConfig
 from groupax.core.settings.compute import Checkpointing, CheckpointingChoice
-from groupax.data.prompts import PromptSet
-from groupax.models.flops import forward_flops
 from groupax.models.lora import count_params
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
-from groupax.parallel.accelerators import chip_of, instruction_set, processor_name
+from groupax.parallel.accelerators import processor_name
 from groupax.parallel.collectives import is_on_host
-from groupax.rollouts.state import UpdateSchedule
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import devices_of, versions
 from groupax.runs.model_card import shown_name
-from groupax.runs.progress.display import short_number
-from groupax.training.adapters import PolicyLearner
+from groupax.training.learner import Learner
+
+GIT_S = 3.0  # that git may take
 
 
 def model_facts(model: Model) -> dict[str, str]:
@@ -41,7 +37,7 @@ def model_facts(model: Model) -> dict[str, str]:
     }
 
 
-def memory_facts(learner: PolicyLearner, num_rows: int, cache_bytes: int = 0) -> dict[str, str]:
+def memory_facts(learner: Learner, num_rows: int, cache_bytes: int = 0) -> dict[str, str]:
     """Returns the memory that a run plans to use on each device, by label.
 
     Weights and optimizer state are counted. Rollouts and updates, which take further memory one after the other, are
@@ -54,36 +50,6 @@ def memory_facts(learner: PolicyLearner, num_rows: int, cache_bytes: int = 0) ->
     rollout = f"{_size(cache_bytes)} in a rollout and " if cache_bytes else ""
     then = f"about {rollout}{_size(learner.planned_update_bytes(num_rows))} in an update"
     return {"planned memory": f"{_size(held)} per device for weights and optimizer, plus {then}"}
-
-
-def time_facts(
-    args: GRPOConfig,
-    learner: PolicyLearner,
-    model: Model,
-    prompts: PromptSet,
-    schedule: UpdateSchedule,
-    has_turns: bool,
-) -> dict[str, str]:
-    """Returns the time of an optimizer step that the peaks of the devices allow, a lower bound, by label.
-
-    Decoding reads the weights once per token of a rollout's longest completion, and an update does three times the
-    arithmetic of a forward pass; all else is left out. The time is not given where it is not known: for devices without
-    stated peaks, for episodes of several turns, images and mixtures of experts, whose arithmetic depends on the data,
-    and for weights that are decoded with fewer bits.
-    """
-    devices, longest = model.mesh.devices, args.max_completion_length
-    chip = chip_of(devices.flat[0].device_kind)
-    depends_on_data = has_turns or prompts.images is not None or model.config.experts is not None
-    if chip is None or depends_on_data or args.decoding_weights != "same":
-        return {"time per step": "shown after the first steps"}
-    num_tokens = round(sum(map(len, prompts.token_ids)) / len(prompts))
-    rows = [(num_tokens, [longest] * args.num_generations)] * (schedule.rows_per_step // args.num_generations)
-    num_decoded = 0.0 if args.rollout_servers else longest / schedule.updates_per_rollout
-    weight_bytes = sum(x.nbytes for x in jax.tree.leaves(learner.policy)) / args.decoding_tp
-    seconds = num_decoded * weight_bytes / chip.memory_bytes_per_s
-    seconds += 3 * forward_flops(model.config, rows) / (devices.size * chip.flops)
-    text = f"at best {short_number(seconds)} s with completions of {longest:,} tokens, by the devices' peak rates"
-    return {"time per step": text}
 
 
 def data_name(dataset: Any, num_rows: int) -> str:
@@ -115,7 +81,6 @@ def process_of(mesh: Mesh) -> Mapping[str, Any]:
         "num_devices": int(mesh.devices.size),
         **devices_of(mesh),
         "processor": processor_name(),
-        "instruction_set": instruction_set(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "python": platform.python_version(),
         "versions": dict(versions()),
@@ -127,19 +92,6 @@ def begun_process(mesh: Mesh, saved: Saved | None) -> Mapping[str, Any]:
     commit = commit_of(program_folder()) if processes.is_primary() else None
     origin = {"step": 0} if saved is None else {"step": saved.step, "checkpoint": saved.location}
     return {**process_of(mesh), **({"commit": commit} if commit else {}), **origin}
-
-
-TIMEOUT_S = 3.0  # of git
-_SETTINGS = ("core.fsmonitor=false", "core.hooksPath=/dev/null")
-_STATUS = (
-    "status",
-    "--porcelain=v2",
-    "--branch",
-    "--no-ahead-behind",
-    "--untracked-files=no",
-    "--ignore-submodules=all",
-)
-_COMMIT = re.compile(r"^# branch\.oid ([0-9a-f]{40}|[0-9a-f]{64})$", re.MULTILINE)
 
 
 def program_folder() -> Path:
@@ -156,22 +108,15 @@ def commit_of(folder: Path) -> str | None:
     It is None if the folder is in no work tree, or if git is missing, does not trust the folder or takes too long.
     Neither hooks nor monitors of the repository are run.
     """
+    command = ["git", "--no-pager", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "status"]
+    command += ["--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=all"]
     own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    own |= {"GIT_TERMINAL_PROMPT": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"}
+    own |= {"GIT_OPTIONAL_LOCKS": "0"}
     try:
-        described = subprocess.run(
-            ["git", "--no-pager", *(part for each in _SETTINGS for part in ("-c", each)), *_STATUS],
-            cwd=folder,
-            env=own,
-            timeout=TIMEOUT_S,
-            check=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        done = subprocess.run(command, cwd=folder, env=own, timeout=GIT_S, check=True, capture_output=True, text=True)
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    found = _COMMIT.search(described.stdout)
-    is_dirty = any(not line.startswith("#") for line in described.stdout.splitlines())
-    return f"{found[1]}{'-dirty' * is_dirty}" if found else None
+    first, *lines = done.stdout.splitlines()
+    commit = first.removeprefix("# branch.oid ")
+    is_dirty = any(not line.startswith("#") for line in lines)
+    return f"{commit}{'-dirty' * is_dirty}" if commit.isalnum() else None

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import numpy as np
 
 from groupax.core.config import RunConfig
 from groupax.core.settings.run import RolloutLogSettings
@@ -25,7 +24,7 @@ from groupax.events import (
 )
 from groupax.parallel import processes
 from groupax.parallel.runtime import compilation
-from groupax.rollouts.completions import merge_rollouts, window_mean, with_logged
+from groupax.rollouts.completions import window_mean, with_logged
 from groupax.runs.diagnostics import Diagnose, Diagnostics, step_diagnostics
 from groupax.runs.folder import RunFolder
 from groupax.runs.trackers.sink import Trackers
@@ -104,11 +103,8 @@ class RunLog:
         self.last: Metrics = {}
         self.evaluated: Metrics = {}
         self.num_sampled_tokens = self.rollout_s = 0.0
-        self.rollouts: list[Rollout] = []  # sampled last, for one step together or before several
+        self.rollouts: list[Rollout] = []  # sampled last
         self.rollout_metrics: Metrics = {}
-        self.sampled: list[Metrics] = []  # of each rollout since the last step
-        self.first_row = 0  # of the last rollout, in `rollouts`
-        self.totals_before = 0.0, 0.0  # sampled tokens and seconds at the end of the last step
         self.started_s = self.step_started_s = time.perf_counter()
         compiled = compilation()
         self.compiled_before_s = compiled.seconds
@@ -142,7 +138,7 @@ class RunLog:
         self.diagnostics.history = list(state["history"])
         self.diagnostics.reported = set(state["diagnosed"])
         self.window, self.last, self.evaluated = list(state["window"]), state["last"], state["evaluated"]
-        self.num_sampled_tokens, self.rollout_s = self.totals_before = state["num_sampled_tokens"], state["rollout_s"]
+        self.num_sampled_tokens, self.rollout_s = state["num_sampled_tokens"], state["rollout_s"]
         self.started_s = time.perf_counter() - state["train_seconds"]
         self.rollouts, self.rollout_metrics = list(rollouts), _without_times(metrics)
 
@@ -151,29 +147,18 @@ class RunLog:
     ) -> None:
         """Emits that groups were sampled and scored.
 
-        Their metrics belong to each optimizer step on them, their times to the next one. Several rollouts for one step
-        are reported together.
+        Their metrics belong to each optimizer step on them, their times to the next one.
         """
-        rows = [row for group in groups for row in group]
-        earlier = self.rollouts if self.sampled else []
-        self.rollouts, self.first_row = [*earlier, *rows], len(earlier)
-        self.sampled.append(metrics)
-        self.rollout_metrics = merge_rollouts(self.sampled) if len(self.sampled) > 1 else metrics
-        self.num_sampled_tokens += sum(row.num_sampled_tokens for row in rows)
+        self.rollouts, self.rollout_metrics = [row for group in groups for row in group], metrics
+        self.num_sampled_tokens += sum(row.num_sampled_tokens for row in self.rollouts)
         self.rollout_s += metrics["time/rollout_s"]
         self.emit(RolloutScored(step, groups, metrics, errors))
-
-    def forget_rollouts(self) -> None:
-        """Discards the rollouts since the last step, which will be sampled again."""
-        self.num_sampled_tokens, self.rollout_s = self.totals_before
-        self.sampled = []
 
     def step(
         self,
         step: int,
         metrics: Metrics,
         scores: Mapping[int, TokenScores] | None = None,
-        distributions: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Emits that an optimizer step is complete.
 
@@ -181,7 +166,6 @@ class RunLog:
             step: Its number.
             metrics: Metrics of the update.
             scores: Token scores of completions of the last rollout, by index into that rollout.
-            distributions: Measurements of the weights by name.
         """
         now_s, compiled, at_start = time.perf_counter(), compilation(), self.compiled_at_start
         times = {
@@ -199,10 +183,8 @@ class RunLog:
         if step % self.args.logging_steps == 0 or step == self.num_steps:
             logged = self.last = self.revise(step, window_mean(self.window, self.args.metric_definitions))
             self.window = []
-        self.rollout_metrics, self.sampled = _without_times(self.rollout_metrics), []
-        self.totals_before = self.num_sampled_tokens, self.rollout_s
-        by_row = {self.first_row + index: each for index, each in (scores or {}).items()}
-        self.emit(StepEnded(step, metrics, logged, self.rollouts, by_row, distributions or {}))
+        self.rollout_metrics = _without_times(self.rollout_metrics)
+        self.emit(StepEnded(step, metrics, logged, self.rollouts, scores or {}))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Emits that the policy was evaluated."""
@@ -259,7 +241,7 @@ class FolderSink:
         if not num_last and not self._is_logged(step):
             return
         kept = found | {*range(step - num_last + 1, step)}
-        self.folder.write_rollouts(step, event.rollouts, event.scores, event.metrics["reward"], kept)
+        self.folder.write_rollouts(step, event.rollouts, event.scores, kept)
         passed = step - num_last
         if num_last and passed > 0 and passed not in found and not self._is_logged(passed):
             self.folder.remove_rollouts(passed)

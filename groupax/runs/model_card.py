@@ -39,7 +39,6 @@ class Method:
     settings: Sequence[str]  # that the card lists
     metrics: Sequence[str]  # that the card lists
     measured_on: str  # what the metrics are of
-    citation: str = ""  # BibTeX entry of the method
 
 
 _LEARNING = ("optimizer", "learning_rate", "lr_scheduler_type", "base_weights", "seed")
@@ -51,15 +50,6 @@ GRPO = Method(
     ("loss_type", "beta", "prompts_per_step", "num_generations", "max_completion_length", "temperature", *_LEARNING),
     ("reward", "pass@1", "completions/mean_length", "entropy", "kl"),
     "training samples of the last step",
-    """\
-@article{shao2024deepseekmath,
-  title = {{DeepSeekMath}: Pushing the Limits of Mathematical Reasoning in Open Language Models},
-  author = {Shao, Zhihong and Wang, Peiyi and Zhu, Qihao and Xu, Runxin and Song, Junxiao and Bi, Xiao and
-    Zhang, Haowei and Zhang, Mingchuan and Li, Y. K. and Wu, Y. and Guo, Daya},
-  journal = {arXiv preprint arXiv:2402.03300},
-  year = {2024}
-}
-""",
 )
 SFT = Method(
     "SFT run",
@@ -71,13 +61,6 @@ SFT = Method(
     "last step",
 )
 
-CITATION = """\
-@software{groupax,
-  title = {{groupax}: {GRPO} post-training of language models in {JAX}},
-  author = {{The groupax contributors}},
-  url = {https://pypi.org/project/groupax}
-}
-"""
 FULL_USAGE = """\
 ```python
 from transformers import pipeline
@@ -128,8 +111,7 @@ def run_card(model: Trained, method: Method = GRPO) -> str:
     kind = "A fine-tune of" if adapter is None else "A LoRA adapter for"
     rows = [(method.data, shown_name(model.dataset))]
     rows += [("recipe", model.recipe)] if model.recipe else []
-    weights = settings.get("reward_weights") or [1.0] * len(model.rewards)
-    rows += [("rewards", ", ".join(map(_weighted, model.rewards, weights)))] if model.rewards else []
+    rows += [("rewards", weighted(model.rewards, settings.get("reward_weights")))] if model.rewards else []
     rows += [*model.of_episodes.items(), ("optimizer steps", str(model.num_steps))]
     rows += [(name, str(settings[name])) for name in method.settings]
     rows += [(f"adapter: {name}", str(value)) for name, value in (adapter or {}).items()]
@@ -140,7 +122,6 @@ def run_card(model: Trained, method: Method = GRPO) -> str:
         f"## Use\n\n{_usage(adapter is not None, model.is_chat, model.prompt)}",
         f"## Training\n\n{_table(('', ''), rows)}",
         _held_out(model.held_out) if model.held_out else "",
-        f"## Citation\n\n```bibtex\n{method.citation}{CITATION}```",
     ]
     text = "\n\n".join(filter(None, parts))
     return card(method.title, text, base, adapter is not None, model.license_id, method.tag)
@@ -239,8 +220,12 @@ def _held_out(estimates: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:
     return f"## Held-out prompts\n\n{_table(head, rows)}"
 
 
-def _weighted(name: str, weight: float) -> str:
-    return name if weight == 1 else f"{name} x {weight:g}"
+def weighted(rewards: Sequence[str], weights: Sequence[float] | None) -> str:
+    """Returns the names of reward functions, with the weights that are not 1."""
+    if weights is None or len(weights) != len(rewards):
+        return ", ".join(rewards)
+    pairs = zip(rewards, weights, strict=True)
+    return ", ".join(name if weight == 1 else f"{name} x {weight:g}" for name, weight in pairs)
 
 
 def _versions() -> dict[str, str]:

@@ -1,7 +1,6 @@
 """The rollout log: one Parquet file per logged step, one row per completion. Imports no jax."""
 
 import json
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -25,14 +24,12 @@ from groupax.episodes.as_json import (
 from groupax.events import TokenScores
 
 KEPT_FRAC = 0.8  # of the budget, when files have to go
-ABOUT = b"groupax"  # key of a file's own metadata: {"step", "reward"}
 BY_NAME = ("rewards", "extra")  # fields of a rollout that are mappings
 READ: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("prompt_ids", "completion_ids"), partial(np.asarray, dtype=np.int32)),
     **dict.fromkeys(("policy_logps", "sampler_logps"), partial(np.asarray, dtype=np.float32)),
     "mask": partial(np.asarray, dtype=bool),
     "experts": partial(np.asarray, dtype=np.int16),
-    "turn_advantages": tuple,
     "turns": turns_from_json,
     "messages": messages_from_json,
     "branches": branches_from_json,
@@ -45,25 +42,18 @@ class RolloutLog:
     Args:
         folder: Folder to write to, created when needed.
         max_bytes: Budget; None for no limit. Files beyond it are removed so that the remaining steps are evenly spread;
-            the first, the newest and the one with the highest reward are kept.
+            the first and the newest one are kept.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
         self.folder, self.max_bytes = folder, max_bytes
-        self._sizes: dict[int, int] | None = None  # by step; None until they are needed
-        self._rewards: dict[int, float] = {}
 
     def path(self, step: int) -> Path:
         """Returns the path of a step's file."""
         return self.folder / f"step_{step:06d}.parquet"
 
     def write(
-        self,
-        step: int,
-        rollouts: Sequence[Rollout],
-        scores: Mapping[int, TokenScores],
-        reward: float = float("nan"),
-        kept: Collection[int] = (),
+        self, step: int, rollouts: Sequence[Rollout], scores: Mapping[int, TokenScores], kept: Collection[int] = ()
     ) -> None:
         """Writes a step's file atomically, and removes others if the budget is exceeded.
 
@@ -71,40 +61,22 @@ class RolloutLog:
             step: Optimizer step.
             rollouts: Its completions.
             scores: Token scores of the completions that it trained on, by index into `rollouts`.
-            reward: Mean reward of the step.
             kept: Steps whose files stay if the budget is exceeded.
         """
-        path = self.path(step)
         if any(row.images is not None for row in rollouts):
             write_images(self.folder.parent, rollouts)
-        write_table(path, rollout_table(step, rollouts, scores, reward))
+        write_table(self.path(step), rollout_table(step, rollouts, scores))
         if self.max_bytes is None:
             return
-        if self._sizes is None:
-            sizes = {path.stem.rpartition("_")[2]: path.stat().st_size for path in self.folder.glob("step_*.parquet")}
-            self._sizes = {int(number): size for number, size in sizes.items()}
-        self._sizes[step], self._rewards[step] = path.stat().st_size, reward
-        if sum(self._sizes.values()) > self.max_bytes:
-            self._thin_out(self._sizes, self.max_bytes, kept)
+        sizes = {path.stem.rpartition("_")[2]: path.stat().st_size for path in self.folder.glob("step_*.parquet")}
+        if sum(sizes.values()) > self.max_bytes:
+            by_step = {int(number): size for number, size in sizes.items()}
+            for each in to_remove(by_step, int(KEPT_FRAC * self.max_bytes), kept):
+                self.remove(each)
 
     def remove(self, step: int) -> None:
         """Removes a step's file, if there is one."""
         self.path(step).unlink(missing_ok=True)
-        for known in (self._sizes or {}, self._rewards):
-            known.pop(step, None)
-
-    def forget(self) -> None:
-        """Forgets the sizes of the files, which others have changed."""
-        self._sizes, self._rewards = None, {}
-
-    def _thin_out(self, sizes: dict[int, int], max_bytes: int, kept: Collection[int]) -> None:
-        for step in sizes.keys() - self._rewards.keys():
-            self._rewards[step] = _stored_reward(self.path(step))
-        known = {step: self._rewards[step] for step in sizes if math.isfinite(self._rewards[step])}
-        best = max(known, key=lambda step: known[step]) if known else None
-        for step in to_remove(sizes, int(KEPT_FRAC * max_bytes), {*kept, *([] if best is None else [best])}):
-            self.path(step).unlink(missing_ok=True)
-            del sizes[step]
 
 
 def to_remove(sizes: Mapping[int, int], max_bytes: int, kept: Collection[int] = ()) -> list[int]:
@@ -113,22 +85,16 @@ def to_remove(sizes: Mapping[int, int], max_bytes: int, kept: Collection[int] = 
     The first and the last step and those to keep are not among them, even if the others' sizes exceed the budget.
     """
     steps, total, removed = sorted(sizes), sum(sizes.values()), []
-    while total > max_bytes and len(steps) > 2:
-        numbers = np.asarray(steps)
-        gaps = (numbers[2:] - numbers[:-2]).astype(float)
-        gaps[np.isin(numbers[1:-1], [*kept])] = np.inf
-        index = int(gaps.argmin())
-        if not np.isfinite(gaps[index]):
+    while total > max_bytes:
+        gaps = {at: steps[at + 1] - steps[at - 1] for at in range(1, len(steps) - 1) if steps[at] not in kept}
+        if not gaps:
             break
-        step = steps.pop(index + 1)
-        removed.append(step)
-        total -= sizes[step]
+        removed.append(steps.pop(min(gaps, key=lambda at: gaps[at])))
+        total -= sizes[removed[-1]]
     return removed
 
 
-def rollout_table(
-    step: int, rollouts: Sequence[Rollout], scores: Mapping[int, TokenScores], reward: float = float("nan")
-) -> Any:
+def rollout_table(step: int, rollouts: Sequence[Rollout], scores: Mapping[int, TokenScores]) -> Any:
     """Returns a step's completions as a `pyarrow.Table` (see `RolloutLog.write`)."""
     import pyarrow as pa
 
@@ -163,8 +129,6 @@ def rollout_table(
         columns["environment_reward"] = pa.array([row.environment_reward for row in rollouts], pa.float64())
     if any(row.branches for row in rollouts):
         columns["branches"] = pa.array([branches_as_json(row.branches) for row in rollouts], pa.string())
-    if any(row.turn_advantages is not None for row in rollouts):
-        columns["turn_advantages"] = pa.array([row.turn_advantages for row in rollouts], pa.list_(pa.float32()))
     row_values = [values_as_json(row.example) for row in rollouts]
     if any(row_values):
         columns["row_values"] = pa.array(row_values, pa.string())
@@ -172,13 +136,10 @@ def rollout_table(
         columns["experts"] = _lists(
             [None if row.experts is None else row.experts.ravel() for row in rollouts], np.int16
         )
-    if any(each.adapter is not None for row in rollouts for each in (row, *row.branches)):
-        columns["adapter"] = pa.array([row.adapter for row in rollouts], pa.string())
     if any(row.images is not None for row in rollouts):
         names = _once_per_prompt(rollouts, lambda row: [*map(image_name, images_of(row.example))])
         columns["images"] = pa.array(names, pa.list_(pa.string()))
-    about = json.dumps({"step": step, "reward": reward if math.isfinite(reward) else None})
-    return pa.table(columns).replace_schema_metadata({ABOUT: about.encode()})
+    return pa.table(columns)
 
 
 def rollout_of(row: Mapping[str, Any], example: Example, images: PromptImages | None = None) -> Rollout:
@@ -275,15 +236,3 @@ def _lists(values: Sequence[np.ndarray | None], dtype: Any) -> Any:
 
     converted = [None if value is None else np.asarray(value, dtype) for value in values]
     return pa.array(converted, pa.list_(pa.from_numpy_dtype(dtype)))
-
-
-def _stored_reward(path: Path) -> float:
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    try:
-        about = (pyarrow.parquet.read_schema(path).metadata or {}).get(ABOUT)
-    except (OSError, pa.ArrowInvalid):  # a damaged file
-        return float("nan")
-    reward = json.loads(about)["reward"] if about else None
-    return float("nan") if reward is None else reward

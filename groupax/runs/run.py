@@ -21,8 +21,7 @@ from groupax.parallel import processes
 from groupax.parallel.memory import memory_in_use
 from groupax.parallel.preemption import PreemptionHandler, RolloutCancelled
 from groupax.parallel.runtime import compilation, configure_jax
-from groupax.runs.checkpoints.choose import complete_identity
-from groupax.runs.checkpoints.fingerprint import Identity, differences
+from groupax.runs.checkpoints.fingerprint import Identity
 from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.checkpoints.store import LocalStore
 from groupax.runs.files import complete_run, free_name, stopping_unwritable
@@ -32,7 +31,7 @@ from groupax.runs.log import RunLog
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.runs.trackers.tracker import check_trackers
-from groupax.runs.trainer import Description, Trainer, result_folders
+from groupax.runs.trainer import Description, Trainer
 from groupax.training.learner import Update
 from groupax.training.state import TrainState
 
@@ -105,7 +104,7 @@ class Run:
         self.emit: Emit = self.events.emit
         self.folder = self._open_folder(args)
         self.train_seconds = 0.0
-        self._is_introduced = self._is_reported_complete = False
+        self._is_introduced = False
         self._identity: Identity | None = None
         self._state_before: TrainState | None = None  # while an update is under way
 
@@ -117,7 +116,7 @@ class Run:
             self._unseen = tempfile.TemporaryDirectory(prefix="groupax-process-")
             folder = self._unseen.name
         log_gb = args.rollout_log_gb if isinstance(args, GRPOConfig) else None
-        return RunFolder(folder, None if log_gb is None else int(log_gb * 1e9), self.emit)
+        return RunFolder(folder, None if log_gb is None else int(log_gb * 1e9))
 
     # -- its start and end ---------------------------------------------------------------------------------------
 
@@ -136,8 +135,7 @@ class Run:
                 memory=partial(memory_in_use, mesh) if trainer.args.track_memory else dict,
                 diagnose=trainer.diagnose(),
             )
-            watch = mesh.devices.flat[0].platform == "tpu"
-            self.stop = PreemptionHandler(watch, processes.first_not_none if several else None)
+            self.stop = PreemptionHandler(processes.first_not_none if several else None)
             try:
                 with self.progress, self.stop, trainer.working(self.stop):
                     self.introduce()
@@ -188,7 +186,7 @@ class Run:
         if saved is not None:
             trainer.restore(saved, self.log)
             if trainer.cursor.step >= trainer.num_steps:
-                self._report_complete_run()
+                self.emit(Message(complete_run(folder.uri, trainer.num_steps)))
         processes.run_on_primary(self._check_destination)
         described = self.described
         folder.write_process(
@@ -226,8 +224,7 @@ class Run:
             self.emit(Message(f"the model is in {saved}: {error}", warning=True))
 
     def _check_destination(self) -> None:
-        for each in result_folders(self.folder.path / "model", self.trainer.learner):
-            check_destination(each, source_folders(self.trainer.start_model))
+        check_destination(self.folder.path / "model", source_folders(self.trainer.start_model))
 
     @property
     def identity(self) -> Identity:
@@ -302,22 +299,5 @@ class Run:
         if self._is_introduced:
             return
         self._is_introduced = True
-        plans = {**self.described.plans, **self.described.expectations}
-        if self._will_resume_complete():
-            self._report_complete_run()
-            plans = {}
-        facts = {**self.described.facts, **plans, "to watch it": f"groupax view {self.folder.uri}"}
+        facts = {**self.described.facts, **self.described.plans, "to watch it": f"groupax view {self.folder.uri}"}
         self.emit(RunDescribed(self.trainer.num_steps, facts))
-
-    def _will_resume_complete(self) -> bool:
-        """Returns whether the run folder has this run with all its steps. A bucket is not searched for it."""
-        if self.trainer.args.resume != "auto" or self.folder.remote is not None:
-            return False
-        store = self.hooks.checkpoints_in(self.folder.path)
-        found = processes.run_on_primary(lambda: complete_identity(store, self.trainer.num_steps))
-        return found is not None and not differences(found, self.identity)
-
-    def _report_complete_run(self) -> None:
-        if not self._is_reported_complete:
-            self._is_reported_complete = True
-            self.emit(Message(complete_run(self.folder.uri, self.trainer.num_steps)))

@@ -60,7 +60,7 @@ def step_record(
         cursor.step,
         cursor.num_rollouts,
         cursor.num_prompts,
-        update.metrics.get("learning_rate", 0.0),  # there is none where no adapter has rows
+        update.metrics["learning_rate"],
         loss if math.isfinite(loss) else None,
         grad_norm if math.isfinite(grad_norm) else None,
         *(tuple(each[stage] for each in digests) for stage in range(4)),
@@ -76,21 +76,10 @@ def parsed_records(text: bytes) -> dict[int, StepRecord]:
         try:
             content = json.loads(line)
             digests = {name: tuple(content[name]) for name in STAGES if name != "update"}
-            if _is_whole(content, digests):
-                records[content["step"]] = StepRecord(**{**content, **digests})
+            records[content["step"]] = StepRecord(**{**content, **digests})
         except (ValueError, TypeError, KeyError, RecursionError):
             continue
     return records
-
-
-def _is_whole(content: Mapping[str, Any], digests: Mapping[str, tuple[Any, ...]]) -> bool:
-    """Returns whether the entries of a record have their types."""
-    counts = [content[name] for name in ("step", "num_rollouts", "num_prompts")]
-    numbers = [content["learning_rate"], *(content[name] or 0.0 for name in ("loss_value", "grad_norm"))]
-    texts = [content["update"], *(each for group in digests.values() for each in group)]
-    are_counts = all(type(each) is int and each >= 0 for each in counts)
-    are_numbers = all(type(each) in (int, float) for each in numbers)
-    return are_counts and are_numbers and all(isinstance(each, str) for each in texts)
 
 
 def row_digest(example: Mapping[str, Any]) -> str:
@@ -112,7 +101,7 @@ def _group_digests(group: Sequence[Rollout]) -> tuple[str, ...]:
         values = [np.nan if value is None else value for value in rollout.rewards.values()]
         rewards += [*rollout.rewards, np.asarray(values, np.float64)]
         rewards += [json.dumps([*turn.rewards.items()]) for turn in rollout.turns if turn.rewards]
-        advantages.append(np.asarray((rollout.advantage, *(rollout.turn_advantages or ())), np.float32))
+        advantages.append(np.asarray([rollout.advantage], np.float32))
     return row_digest(group[0].example), *(_digest(each, GROUP_BYTES) for each in (parts, rewards, advantages))
 
 

@@ -31,7 +31,6 @@ from groupax.runs.diagnostics import Diagnose
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import Evaluation, RunLog
 from groupax.runs.model_card import Trained, license_of, read_card, shown_name
-from groupax.training.adapters import AdapterLearners, PolicyLearner
 from groupax.training.learner import Learner, LearnerSettings
 
 
@@ -41,7 +40,6 @@ class Description:
 
     facts: Mapping[str, str]  # which its record has too
     plans: Mapping[str, str]  # the memory that it plans to use; likewise
-    expectations: Mapping[str, str] = field(default_factory=dict)  # which are only shown
     warnings: Sequence[str] = ()  # texts
     findings: Mapping[str, str] = field(default_factory=dict)  # what is wrong with its settings (see `diagnostics`)
 
@@ -68,7 +66,7 @@ class Trainer(ABC):
     emit: Emit
     run_folder: RunFolder
     start_model: Model
-    learner: PolicyLearner
+    learner: Learner
     tokenizer: Any
     dataset_name: str
     num_steps: int
@@ -118,9 +116,6 @@ class Trainer(ABC):
         del cursor
         return {}
 
-    def settle(self) -> None:  # noqa: B027
-        """Is called before the state is saved at another time than between two steps."""
-
     # -- the policy ------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
@@ -133,21 +128,14 @@ class Trainer(ABC):
 
     @property
     def model(self) -> Model:
-        """The present policy; of a run that trains several adapters see `adapters`."""
-        if names := adapter_names(self.learner):
-            raise ValueError(f"this run has a policy for each of its adapters: use adapters[{names[0]!r}]")
+        """The present policy."""
         return self._model_with(self.learner.state.params, self.learner.policy)
-
-    @property
-    def adapters(self) -> dict[str, Model]:
-        """The present policies of a run that trains several adapters, by their names; empty for other runs."""
-        return {name: self._adapter(self.learner.state.params[name]) for name in adapter_names(self.learner)}
 
     def save_model(self, folder: str | Path | None = None) -> Path:
         """Saves the current policy as a Hugging Face folder, by default the run's `model/`, in its original dtype.
 
-        If an adapter is trained, only the adapter is saved, in PEFT's format; each of several ones in a folder of its
-        name. All processes must call this; the primary one writes.
+        If an adapter is trained, only the adapter is saved, in PEFT's format. All processes must call this; the primary
+        one writes.
         """
         params, target = self.host_params(), Path(folder or self.run_folder.path / "model")
         return processes.run_on_primary(lambda: self.write_model(params, target))
@@ -159,10 +147,6 @@ class Trainer(ABC):
 
     def write_model(self, params: Params, folder: Path) -> Path:
         """Writes trained weights as `save_model` does, in this process."""
-        if names := adapter_names(self.learner):
-            for name in names:
-                save_adapter(self._adapter(params[name]), folder / name, self.tokenizer, self.card())
-            return folder
         if self.start_model.adapter is not None:
             return save_adapter(self._model_with(params, {}), folder, self.tokenizer, self.card())
         trained = replace(self.start_model, params={**self.learner.untrained, **params})
@@ -172,17 +156,14 @@ class Trainer(ABC):
     def push_to_hub(self, repo_id: str, private: bool = True) -> str:
         """Saves the current policy in the run's `model/`, uploads it to "owner/name", and returns its address.
 
-        A new repository is private by default. Each of several adapters is pushed by itself (`groupax push`).
+        A new repository is private by default.
         """
-        if adapter_names(self.learner):
-            raise ValueError("push each adapter by itself: groupax push RUN/model/NAME OWNER/REPOSITORY")
         folder = self.save_model()
         return processes.run_on_primary(lambda: push_folder(folder, repo_id, private))
 
     def write_card(self) -> None:
         """Rewrites the card of the run's `model/` with the evaluations since it was saved."""
-        for folder in result_folders(self.run_folder.path / "model", self.learner):
-            processes.run_on_primary(partial(replace_card, folder, self.card()))
+        processes.run_on_primary(partial(replace_card, self.run_folder.path / "model", self.card()))
 
     def print_trainable_parameters(self) -> None:
         """Prints the number of trained parameters in PEFT's format."""
@@ -193,30 +174,12 @@ class Trainer(ABC):
         adapter = self.start_model.adapter and replace(self.start_model.adapter, trained=trained)
         return replace(self.start_model, params=policy, adapter=adapter)
 
-    def _adapter(self, trained: Params) -> Model:
-        assert self.start_model.adapter is not None, "the model has an adapter"
-        return self._model_with(trained, apply_adapter(self.start_model.adapter.frozen, trained))
 
-
-def make_learner(trainer: Trainer, settings: LearnerSettings, longest: tuple[int, int]) -> PolicyLearner:
-    """Returns the learner of a trainer's model, or that of the several adapters that its settings name."""
-    model, adapters = trainer.start_model, getattr(trainer.args, "adapters", ())
-    learner = (
-        AdapterLearners(model, adapters, settings, trainer.num_steps, longest)
-        if adapters
-        else Learner(model, settings, trainer.num_steps, longest)
-    )
+def make_learner(trainer: Trainer, settings: LearnerSettings, longest: tuple[int, int]) -> Learner:
+    """Returns the learner of a trainer's model."""
+    model = trainer.start_model
+    learner = Learner(model, settings, trainer.num_steps, longest)
     if model.adapter is not None and learner.frozen is not None:
         adapter = replace(model.adapter, frozen=learner.frozen)  # frees those loaded in another dtype
         trainer.start_model = replace(model, params=apply_adapter(adapter.frozen, adapter.trained), adapter=adapter)
     return learner
-
-
-def adapter_names(learner: PolicyLearner) -> Sequence[str]:
-    """Returns the names of the adapters that are trained together; none for a run that trains one policy."""
-    return [*learner.each] if isinstance(learner, AdapterLearners) else []
-
-
-def result_folders(folder: Path, learner: PolicyLearner) -> list[Path]:
-    """Returns the folders of a run's results: the given one, or one in it for each of several adapters."""
-    return [folder / name for name in adapter_names(learner)] or [folder]

@@ -5,15 +5,15 @@ request ──► key, size, JSON, fields ──► token ids ──► loop ─
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from inspect import isawaitable
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -23,26 +23,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from groupax.models.weights.checkpoint import Model
-from groupax.serve.exchange import (
-    Delta,
-    arriving_deltas,
-    collect,
-    no_tokens,
-    streamed,
-)
-from groupax.serve.loop import EngineLoop, PauseMode, PromptScorer, adapter_of
+from groupax.serve.exchange import Delta, arriving_deltas, collect, streamed
+from groupax.serve.loop import EngineLoop
 from groupax.serve.metrics import CONTENT_TYPE, Metrics, RequestRecord
-from groupax.serve.prompts import (
-    ServedModel,
-    check_constraint,
-    detokenize,
-    encoded_chat,
-    prepare,
-    tokenize,
-    tokenizer_info,
-)
+from groupax.serve.prompts import ServedModel, check_constraint, encoded_chat, prepare
 from groupax.serve.protocols import PROTOCOLS, EventStream, Protocol, anthropic
-from groupax.serve.requests import ChatRequest, parse_json
+from groupax.serve.requests import ChatRequest
 from groupax.serve.web import (
     CLIENT_GONE,
     ApiError,
@@ -93,18 +79,18 @@ class Limits:
 def create_app(
     loop: EngineLoop,
     limits: Limits | None = None,
-    models: Mapping[str, Model] | None = None,
+    model: Model | None = None,
     write_line: Callable[[str], object] = lambda _: None,
 ) -> Starlette:
     """Creates the application.
 
     Args:
-        loop: A started loop whose engines all have tokenizers. Requests that name no model get the first one.
+        loop: A started loop whose engine has a tokenizer. Requests that name no model get the engine's own.
         limits: Limits of requests.
-        models: Models of the engines, by name, whose weights clients with a key may change.
+        model: The engine's model, if clients with a key may change its weights.
         write_line: Receives a line for each request that is not a GET; by default nothing is written.
     """
-    server = Server(loop, limits or Limits(), Weights(loop, models or {}), write_line)
+    server = Server(loop, limits or Limits(), Weights(loop, model), write_line)
     return Starlette(routes=server.routes(), exception_handlers={HTTPException: _http_error})
 
 
@@ -120,24 +106,18 @@ class Server:
     ) -> None:
         self._write_line = write_line
         self.loop, self.limits, self.weights = loop, limits, weights
-        self.metrics, self._scorer = Metrics(loop), PromptScorer(loop)
+        self.metrics = Metrics(loop)
         self._threads = ThreadPoolExecutor(PREPARING_THREADS, "request")
         self._threads_of_large = ThreadPoolExecutor(LARGE_THREADS, "large request")
         self._threads_of_constraints = ThreadPoolExecutor(COMPILING_THREADS, "constraint")
         self._caller_check = CallerCheck(limits.host, limits.allowed_hosts)
         self.started = int(time.time())
-        self.models = {name: ServedModel.of(name, engine) for name, engine in loop.engines.items()}
-        for model in self.models.values():  # requests that need one that fails report it
-            self._threads_of_constraints.submit(model.constraints.load_tokens)
+        self.models = {name: ServedModel.of(name, loop.engine) for name in loop.names}
+        self._threads_of_constraints.submit(loop.engine.constraints.load_tokens)  # requests report a failure
 
     def routes(self) -> list[Route]:
         """Returns all routes."""
-        weights, upload = "/groupax/v1/weights", "/groupax/v1/weights/{upload}"
         handlers: list[tuple[str, str, Handler]] = [
-            ("POST", "/tokenize", partial(self._tokenizing, tokenize)),
-            ("POST", "/detokenize", partial(self._tokenizing, detokenize)),
-            ("GET", "/tokenizer_info", lambda _: tokenizer_info(self._model(None))),
-            ("GET", "/version", lambda _: {"version": version("groupax")}),
             ("GET", "/v1/models", lambda _: {"object": "list", "data": [*map(self._model_card, self.models)]}),
             (
                 "GET",
@@ -145,12 +125,8 @@ class Server:
                 lambda http: self._model_card(self._model(http.path_params["model"]).name),
             ),
             ("GET", "/metrics", lambda _: Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})),
-            ("POST", "/pause", self._pause),
-            ("POST", "/resume", self._resume),
-            ("GET", "/is_paused", lambda _: {"is_paused": self.loop.is_paused}),
-            ("GET", weights, lambda _: self.weights.describe()),
-            ("POST", weights, self._begin_upload),
-            ("PUT", upload, self._take_upload),
+            ("GET", "/groupax/v1/weights", lambda _: self.weights.describe()),
+            ("PUT", "/groupax/v1/weights", self._put_weights),
         ]
         counting = self._endpoint(self._count_tokens, anthropic.error_body)
         return [
@@ -211,7 +187,7 @@ class Server:
         request = incoming.request
         model = self._model(request.model)
         name = model.name
-        if request.weights_state not in (None, self.weights.state(name)):
+        if request.weights_state not in (None, self.weights.state):
             message = f"{name} has other weights than {request.weights_state!r}"
             raise ApiError(409, message, param="weights_state", code="other_weights")
         work = partial(prepare, incoming, model, self.limits.max_completions, self.limits.default_max_tokens)
@@ -220,28 +196,19 @@ class Server:
             work = partial(check_constraint, model, prepared.params)
             await self._in_time(work, deadline_s, self._threads_of_constraints)
         exchange = prepared.exchange
-        if request.num_prompt_logprobs is not None:
-            scores = self._scorer.score(
-                name, prepared.prompts, prepared.params.temperature, request.num_prompt_logprobs
-            )
-            exchange = replace(exchange, prompt_logps=await unless_disconnected(scores, http.receive, deadline_s))
         record.begin(name, sum(map(len, exchange.prompts)))
         num = len(exchange.prompts) * request.n
-        if request.max_tokens == 0:
-            arriving, cancel = no_tokens(num), lambda: None
-        else:
-            deltas: asyncio.Queue[Delta] = asyncio.Queue()
-            call_here = asyncio.get_running_loop().call_soon_threadsafe
+        deltas: asyncio.Queue[Delta] = asyncio.Queue()
+        call_here = asyncio.get_running_loop().call_soon_threadsafe
 
-            def listener(delta: Delta) -> None:
-                with suppress(RuntimeError):  # the server was stopped without waiting
-                    call_here(deltas.put_nowait, delta)
+        def listener(delta: Delta) -> None:
+            with suppress(RuntimeError):  # the server was stopped without waiting
+                call_here(deltas.put_nowait, delta)
 
-            submit = partial(self.loop.submit, name, prepared.prompts, prepared.params, listener)
-            with bad_request():
-                job = await run_in_threadpool(submit, prepared.row_keys, prepared.images)
-            record.job = job
-            arriving, cancel = record.watch(arriving_deltas(deltas, num)), partial(self.loop.cancel, job)
+        submit = partial(self.loop.submit, name, prepared.prompts, prepared.params, listener)
+        with bad_request():
+            job = await run_in_threadpool(submit, prepared.row_keys, prepared.images)
+        arriving, cancel = record.watch(arriving_deltas(deltas, num)), partial(self.loop.cancel, job)
         writer = protocol.writer(exchange)
         if request.stream:
             events = streamed(exchange, writer, num, arriving, model.tokenizer)
@@ -265,39 +232,10 @@ class Server:
 
         return await self._in_time(count, deadline_s, self._threads_for(body))
 
-    async def _tokenizing(self, work: Callable[[dict[str, Any], ServedModel], Any], http: HttpRequest) -> Any:
-        body = await self._body(http)
-
-        def respond() -> Response:
-            given = {name: value for name, value in parse_json(body).items() if value is not None}
-            name = given.get("model")
-            if not isinstance(name, str | None):
-                raise ApiError(400, f"model must be a valid string, got {name!r:.80}", "model")
-            return JSONResponse(work(given, self._model(name)))
-
-        return await self._in_time(respond, self._deadline_s(http), self._threads_for(body))
-
     def _model_card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self.started, "owned_by": "groupax"}
-        engine = self.loop.engines[name]
-        version = engine.version_of(adapter_of(engine, name))
-        return {**card, "max_model_len": self.models[name].max_positions, "weights_version": version}
-
-    async def _pause(self, http: HttpRequest) -> Any:
-        self._check_has_keys("a server can be paused")
-        query, modes = http.query_params, get_args(PauseMode)
-        mode = query.get("mode", "abort")  # as in vLLM
-        if unknown := sorted(query.keys() - {"mode"}):
-            raise ApiError(400, f"{unknown[0][:80]!a} is not supported; a pause has only a mode", unknown[0])
-        if mode not in modes:
-            raise ApiError(400, f"mode must be one of {', '.join(modes)}, got {mode[:80]!a}", "mode")
-        await asyncio.wrap_future(self.loop.pause(cast(PauseMode, mode)))
-        return {"status": "paused"}
-
-    async def _resume(self, _: HttpRequest) -> Any:
-        self._check_has_keys("a server can be paused")
-        await asyncio.wrap_future(self.loop.resume())
-        return {"status": "resumed"}
+        max_len, version = self.models[name].max_positions, self.loop.engine.version
+        return {**card, "max_model_len": max_len, "weights_version": version}
 
     async def _health(self, _: HttpRequest) -> Response:
         return self._state("ok")
@@ -310,21 +248,25 @@ class Server:
         state = state if self.loop.is_alive else "the engine has stopped"
         return JSONResponse({"status": state}, 200 if state in ("ok", "ready") else 503)
 
-    async def _begin_upload(self, http: HttpRequest) -> Any:
+    async def _put_weights(self, http: HttpRequest) -> Any:
         self._check_has_keys("weights can be changed")
-        return self.weights.begin(await run_in_threadpool(parse_json, await self._body(http)))
-
-    async def _take_upload(self, http: HttpRequest) -> Any:
-        self._check_has_keys("weights can be changed")
-        upload = self.weights.take(http.path_params["upload"])
-        time_s = self.limits.receive_timeout_s + upload.num_bytes / LEAST_UPLOAD_BYTES_PER_S
+        limit, size, at = self.weights.max_bytes(), int(http.headers.get("content-length", "0")), 0
+        data = np.empty(min(size, limit), np.uint8)
+        time_s = self.limits.receive_timeout_s + size / LEAST_UPLOAD_BYTES_PER_S
         try:
             async with asyncio.timeout(time_s):
-                tensors = await self.weights.received(upload, http.stream())
+                async for part in http.stream():
+                    if at + len(part) <= len(data):
+                        data[at : at + len(part)] = np.frombuffer(part, np.uint8)
+                    at += len(part)
         except TimeoutError as error:
             message = f"the weights did not arrive within {time_s:g} s"
             raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from error
-        held = await run_in_threadpool(self.weights.prepared, upload, tensors)
+        if at != len(data):
+            message = f"the upload has {at} bytes; the model takes {limit}, and content-length must announce them"
+            raise ApiError(413, message)
+        upload = await run_in_threadpool(self.weights.read, data)
+        held = await run_in_threadpool(self.weights.prepared, upload)
         return await asyncio.wrap_future(self.loop.between_chunks(lambda: self.weights.take_over(upload, held)))
 
     def _check_has_keys(self, what: str) -> None:

@@ -15,7 +15,6 @@ MAX_QUOTED = 80  # characters of a value that an error quotes
 MAX_IMAGES = 16  # of a request
 MAX_PIXELS = 1 << 24  # of an image
 MAX_ALL_PIXELS = 1 << 25  # of the images of a request: each takes 4 bytes decoded, and up to 24 as patches
-DETAILS = ("auto", "low", "high")  # of images; without an effect here
 CHOICES = ("none", "auto", "required")
 SYSTEM = ("system", "developer")
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -78,8 +77,7 @@ def _image(part: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an image of OpenAI's format as the chat template's, with the checked URL."""
     given = part.get("image_url")
     url: Any = given.get("url") if isinstance(given, Mapping) else given
-    is_sound = isinstance(url, str) and not (isinstance(given, Mapping) and given.get("detail", "auto") not in DETAILS)
-    if part["type"] == "image" or not is_sound:
+    if part["type"] == "image" or not isinstance(url, str):
         form = "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}}"
         raise ApiError(400, f"a part of a message must be {form}", "messages")
     if not url.startswith(URL):
@@ -140,17 +138,17 @@ def _messages(given: list[Message]) -> list[dict[str, Any]]:
 
 def _check_results(messages: Sequence[Mapping[str, Any]]) -> None:
     """Refuses the result of a tool that belongs to no earlier call."""
-    ids: dict[str, None] = {}  # as they are quoted, whatever their type
+    ids: set[str] = set()  # as they are quoted, whatever their type
     for number, message in enumerate(messages):
         calls = message.get("tool_calls") if message["role"] == "assistant" else None
         if isinstance(calls, list):
-            ids |= dict.fromkeys(repr(call.get("id")) for call in calls if isinstance(call, Mapping))
+            ids |= {repr(call.get("id")) for call in calls if isinstance(call, Mapping)}
         found = message.get("tool_call_id")
         if message["role"] == "tool" and repr(found) not in ids:
-            known = f"the calls before it have the ids {', '.join(ids):.{MAX_QUOTED}}"
-            name = "has no tool_call_id" if found is None else f"is the result of the call {short(found)}"
-            known = known if ids else "there is no call before it"
-            raise ApiError(400, f"messages.{number}, a tool's, {name}; {known}", "messages")
+            text = (
+                f"messages.{number}, a tool's, has the tool_call_id {short(found)}, and no call before it has that id"
+            )
+            raise ApiError(400, text, "messages")
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:

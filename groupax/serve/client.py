@@ -37,7 +37,6 @@ from groupax.serve.remote import RefusedError, RemoteServer
 
 MAX_REQUESTS = 64  # simultaneous
 RETRIED = (429, 500, 502, 503, 504)  # statuses after which the request is repeated, here or on another server
-RETRIED_CODES = ("other_weights", "torn")  # of uploads that another one has overtaken, or that did not arrive intact
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 LONGEST_STEP_S = 0.05  # of waiting for a request, after which a session's user may submit others
@@ -48,18 +47,18 @@ class RemoteSampler:
     """Samples completions on servers with the current weights: a `engine.sequence.PolicySampler`.
 
     The same seed gives the completions of an `Engine` in this process, independent of which server samples which.
-    Other programs' servers have their own arithmetic and randomness (see `serve.dialects`).
+    Servers of vLLM have their own arithmetic and randomness (see `serve.dialects`).
 
     Of several processes the primary one asks the servers, with a copy of the weights in its host's memory, and
     broadcasts the completions; all processes must submit the same sequences.
 
     Args:
-        urls: Addresses of `groupax serve`s with the model, each with a key; or of vLLM or SGLang.
+        urls: Addresses of `groupax serve`s with the model, each with a key; or of vLLM.
         config: The model's architecture.
         params: The weights; set them before each rollout. Servers receive what has changed before they sample.
         eos_ids: Tokens that end every completion.
         adapter: The adapter, if `params` contain one: only it is sent, and the servers must have its base.
-        shared: Folder from which other programs' servers load weights; None refuses such servers.
+        shared: Folder from which vLLM loads weights; None refuses such servers.
         model: Name of the model on the servers; None takes their first.
         api_key: Key of all servers.
         timeout_s: Longest time for a request, which samples all completions of a prompt.
@@ -160,7 +159,7 @@ class RemoteSampler:
             try:
                 return self._sample_on(server, group, session)
             except RefusedError as refused:
-                if refused.code in RETRIED_CODES:
+                if refused.code == "other_weights":  # another upload was earlier
                     self._forget_weights(server)
                 elif refused.status not in RETRIED:
                     raise RunError(f"{server.url} refuses to sample: {refused}") from refused
@@ -319,18 +318,16 @@ def check_completions(
     for each in completions:
         if each.finish_reason not in FINISH_REASONS:
             raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, f"a completion ended with {each.finish_reason!r}")
-        if not _is_list(each.tokens, int) or not all(0 <= token < vocab_size for token in each.tokens):
-            raise RunError(
-                f"{url} responds with token ids outside of the model's vocabulary of {vocab_size}, so it has another "
-                f"model: {each.tokens!r:.200}"
-            )
-        if not 0 < len(each.tokens) <= most or not isinstance(each.text, str):
-            raise RunError(f"{url} responds with {len(each.tokens)} tokens, where 1 to {most} and a text are expected")
+        is_sound = _is_list(each.tokens, int) and 0 < len(each.tokens) <= most and isinstance(each.text, str)
+        is_sound = is_sound and all(0 <= token < vocab_size for token in each.tokens)
         for logps in (each.logps, each.sampler_logps):
-            if not _is_list(logps, int | float) or len(logps) != len(each.tokens) or not all(map(math.isfinite, logps)):
-                raise RunError(
-                    f"{url} responds with log-probs that are not {len(each.tokens)} finite numbers: {logps!r:.200}"
-                )
+            is_sound = is_sound and _is_list(logps, int | float) and len(logps) == len(each.tokens)
+            is_sound = is_sound and all(map(math.isfinite, logps))
+        if not is_sound:
+            raise RunError(
+                f"{url} responds without a text and 1 to {most} tokens of the model's vocabulary of {vocab_size}, each "
+                f"with finite log-probs; has it another model? It is {each!r:.400}"
+            )
 
 
 def _is_list(value: Any, kind: Any) -> bool:

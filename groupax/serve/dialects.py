@@ -1,13 +1,13 @@
-"""The dialects of servers that sample rollouts: groupax, vLLM and SGLang.
+"""The dialects of servers that sample rollouts: groupax and vLLM.
 
-groupax:       changed tensors ──► an upload ──► taken over between two chunks
-vLLM, SGLang:  weights ──► a shared folder ──► the server loads it, and clears its prefix cache
-all:           prompts ──► token ids, with the log-probs of the sampled tokens
+groupax:  changed tensors ──► an upload ──► taken over between two chunks
+vLLM:     weights ──► a shared folder ──► the server loads it, and clears its prefix cache
+both:     prompts ──► token ids, with the log-probs of the sampled tokens
 
-Sources: vLLM's entrypoints/openai/completion/protocol.py and entrypoints/serve/dev (rpc, cache, server_info); SGLang's
-srt/entrypoints/http_server.py and srt/managers/io_struct.py.
+Source: vLLM's entrypoints/openai/completion/protocol.py and entrypoints/serve/dev (rpc, cache, server_info).
 """
 
+import json
 import secrets
 import shutil
 import threading
@@ -23,16 +23,15 @@ from typing import Any
 import numpy as np
 
 from groupax.core.errors import RunError
-from groupax.core.settings.sampling import SAMPLER, SamplingParams
+from groupax.core.settings.sampling import SAMPLER
 from groupax.engine.sequence import Sequence as Completion
 from groupax.models.config import ModelConfig
 from groupax.models.lora import Adapter, adapter_config_dict, adapter_specs
 from groupax.models.specs import Params, model_specs
 from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.saving import host_tensors, param_leaves, save_model, specs_by_name, trained_params
-from groupax.serve.remote import RefusedError, RemoteServer, bytes_of, manifest_of, reading
+from groupax.serve.remote import RefusedError, RemoteServer, bytes_of, reading
 
-NAMES = {"vllm": "vLLM", "sglang": "SGLang"}  # by `owned_by` of their models
 BUSY = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)
 NEEDED = "token ids, log-probs and a reason of the end (of vLLM, 0.10.2 or newer)"
 NUM_KEPT_VERSIONS = 2  # a server may still be loading the previous one
@@ -48,7 +47,7 @@ class RemoteCompletion:
         logps: The server's natural log-prob of each.
         text: Their text.
         finish_reason: "stop" or "length"; with another reason the completion is discarded.
-        sampler_logps: Log-probs under the distribution that was sampled from, the only ones of other programs.
+        sampler_logps: Log-probs under the distribution that was sampled from, the only ones of vLLM.
     """
 
     tokens: Any
@@ -61,14 +60,7 @@ class RemoteCompletion:
 class Groupax:
     """A `groupax serve` with a key, to which only the tensors are sent that have changed.
 
-    Args:
-        server: The server.
-        model: Name of the model; None takes the first.
-        config: The model's architecture.
-        adapter: The adapter, if only that is trained and sent.
-
-    Attributes:
-        pushed: Our version of the weights that it has.
+    Only the adapter is sent if there is one. `pushed` is our version of the weights that it has.
     """
 
     def __init__(self, server: RemoteServer, model: str | None, config: ModelConfig, adapter: Adapter | None) -> None:
@@ -120,7 +112,9 @@ class Groupax:
         part = params if self._settings is None else trained_params(self._specs, params)
         leaves, places = param_leaves(self._specs, part), specs_by_name(self._specs)
         with closing(self._server.connection()) as connection:
-            held = self._held(connection)
+            held = self._server.request("GET", "/groupax/v1/weights", None, connection)
+            with reading(self._server.url, "the state of its weights"):
+                held = {name: held[name] for name in ("state", "version")}
             known = self._leaves if held["state"] == self._state else []
             same = {index for index, leaf in enumerate(known) if leaf() is leaves[index]}
             self.pushed, self._state = UNKNOWN, None
@@ -132,24 +126,9 @@ class Groupax:
 
     def upload(self, held: dict[str, Any], version: int, tensors: dict[str, np.ndarray]) -> dict[str, Any]:
         """Replaces tensors of the weights that the server holds, and returns what it holds then."""
-        begin = {"model": held["model"], "version": version, "replaces": held["state"]}
-        begin |= {"adapter": self._settings, "tensors": manifest_of(tensors)}
-        path = "/groupax/v1/weights"
-        # new connections, since an idle one may have been closed while the tensors were copied
-        upload = self._server.request("POST", path, begin)["upload"]
-        return self._server.request("PUT", f"{path}/{upload}", bytes_of(tensors))
-
-    def _held(self, connection: HTTPConnection) -> dict[str, Any]:
-        response = self._server.request("GET", "/groupax/v1/weights", None, connection)
-        with reading(self._server.url, "a list of models with the state of their weights"):
-            models = [{name: each[name] for name in ("model", "state", "version")} for each in response["models"]]
-        found = [each for each in models if self._model in (None, each["model"])]
-        if not found:
-            names = ", ".join(each["model"] for each in models) or "none"
-            raise RunError(
-                f"{self._server.url} has no model {self._model!r} whose weights can be changed; it has {names}"
-            )
-        return found[0]
+        metadata = {"version": str(version), "replaces": held["state"], "adapter": json.dumps(self._settings)}
+        # a new connection, since an idle one may have been closed while the tensors were copied
+        return self._server.request("PUT", "/groupax/v1/weights", bytes_of(tensors, metadata))
 
 
 class WeightsFolder:
@@ -200,7 +179,8 @@ class VLLM:
 
     def complete(self, group: list[Completion], connection: HTTPConnection) -> list[RemoteCompletion]:
         """Samples the completions of a prompt; a `RunError` tells that the server cannot do it at all."""
-        if not samples_from_logits(group[0].params):
+        params = group[0].params
+        if not (params.is_plain and params.temperature == 1 and params.constraint is None):  # not softmax(logits)
             self._check_mode()
         response = self._server.request("POST", "/v1/completions", vllm_request(group, self._model), connection)
         with reading(self._server.url, NEEDED):
@@ -231,34 +211,7 @@ class VLLM:
             )
 
 
-class SGLang:
-    """A server of SGLang (see `Groupax`)."""
-
-    def __init__(self, server: RemoteServer, shared: WeightsFolder) -> None:
-        self._server, self._shared = server, shared
-        self._state = ""  # `weight_version` in its responses
-        self.pushed = UNKNOWN
-
-    def complete(self, group: list[Completion], connection: HTTPConnection) -> list[RemoteCompletion]:
-        """Samples the completions of a prompt (see `VLLM.complete`). The response must name the current weights."""
-        response = self._server.request("POST", "/generate", sglang_request(group), connection)
-        rows = response if isinstance(response, list) else [response]
-        with reading(self._server.url, NEEDED):
-            found = {row["meta_info"].get("weight_version") for row in rows}
-            completions = parse_sglang(rows)
-        if found != {self._state}:
-            raise RefusedError(HTTPStatus.CONFLICT, f"sampled with weights {sorted(map(str, found))}", "other_weights")
-        return completions
-
-    def push(self, params: Params, version: int) -> None:
-        """Has the weights loaded from the shared folder, and clears the prefix cache."""
-        self.pushed, folder = UNKNOWN, str(self._shared.save(params, version))
-        body = {"model_path": folder, "weight_version": folder, "flush_cache": True}
-        _control(self._server, "POST", "/update_weights_from_disk", body, f"it must see {folder}")
-        self.pushed, self._state = version, folder
-
-
-Dialect = Groupax | VLLM | SGLang
+Dialect = Groupax | VLLM
 
 
 def identify_server(
@@ -266,12 +219,7 @@ def identify_server(
 ) -> Dialect:
     """Returns the dialect of a server.
 
-    Args:
-        server: The server.
-        model: Name of its model; None takes the first.
-        config: The model's architecture.
-        adapter: The adapter that is trained, if any.
-        shared: Folder from which other programs' servers load weights; None refuses such servers.
+    Its model is the one of a name, or the first. Without a shared folder vLLM, which loads weights from it, is refused.
 
     Raises:
         RunError: Its program is not supported, or it has no such model.
@@ -283,46 +231,43 @@ def identify_server(
     owner = str(cards[0][1]) if cards else "nobody"
     if owner == "groupax":
         return Groupax(server, model, config, adapter)
-    if owner not in NAMES:
-        raise RunError(
-            f"{server.url} is a server of {owner!r}, which is not supported; use groupax serve, "
-            f"{' or '.join(NAMES.values())}"
-        )
+    if owner != "vllm":
+        raise RunError(f"{server.url} is a server of {owner!r}, which is not supported; use groupax serve or vLLM")
     names = [name for name, _ in cards]
-    if owner == "vllm" and model is not None and model not in names:
+    if model is not None and model not in names:
         raise RunError(f"{server.url} has no model {model!r}; it has {', '.join(names)}")
     if shared is None:
         raise RunError(
-            f"{server.url} is a server of {NAMES[owner]}, whose log-probs differ from those of training; set "
+            f"{server.url} is a server of vLLM, whose log-probs differ from those of training; set "
             "rollout_correction, e.g. to 'token_truncate', which corrects for the difference, or use groupax serve"
         )
-    return SGLang(server, shared) if owner == "sglang" else VLLM(server, model or names[0], shared)
+    return VLLM(server, model or names[0], shared)
 
 
-def samples_from_logits(params: SamplingParams) -> bool:
-    """Returns whether completions are sampled from softmax(logits), neither scaled nor changed nor truncated."""
-    return params.is_plain and params.temperature == 1 and params.constraint is None
-
-
-# Parameters that both servers have under these names, and those with other names or forms.
-SHARED = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-KNOWN = {*SHARED, "top_k", "min_tokens", "logit_bias"}
+# Parameters that vLLM has under these names, and those with other forms.
+SHARED = (
+    *("temperature", "top_p", "min_p", "top_k", "min_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 _VLLM_NAMES = {"regex": "regex", "json_schema": "json"}  # of constraints
 
 
 def vllm_request(group: Sequence[Completion], model: str) -> dict[str, Any]:
     """Returns the body for vLLM's /v1/completions, which samples with `seed`, `seed` + 1, ..."""
     params = group[0].params
+    for name in SAMPLER.keys() - {*SHARED, "logit_bias"}:
+        if getattr(params, name) != SAMPLER[name]:
+            raise RunError(f"servers of vLLM have no {name}; leave it out, or sample with groupax serve")
     constraint = params.constraint and {"structured_outputs": {_VLLM_NAMES[params.constraint[0]]: params.constraint[1]}}
     return {
+        **{name: getattr(params, name) for name in SHARED},
         "model": model,
         "prompt": group[0].prompt.tolist(),
         "n": len(group),
         "seed": seed_from_key(group[0].key),
         "max_tokens": params.max_tokens,
-        "min_tokens": params.min_tokens,
-        **_shared_settings(params),
-        "top_k": params.top_k,
+        "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()} or None,
+        "stop": list(params.stop),
         "stop_token_ids": list(group[0].stop_ids),
         "ignore_eos": True,  # stop_token_ids include the end-of-sequence tokens
         **(constraint or {}),
@@ -340,48 +285,9 @@ def parse_vllm(response: Any) -> list[RemoteCompletion]:
     return completions
 
 
-def sglang_request(group: Sequence[Completion]) -> dict[str, Any]:
-    """Returns the body for SGLang's /generate, without a seed, which all rows would share."""
-    params = group[0].params
-    settings = {
-        "n": len(group),
-        "max_new_tokens": params.max_tokens,
-        "min_new_tokens": params.min_tokens,
-        **_shared_settings(params),
-        "top_k": params.top_k or -1,
-        "stop_token_ids": list(group[0].stop_ids),
-        "ignore_eos": not group[0].stop_ids,  # which ignores the stop tokens too
-        **(dict([params.constraint]) if params.constraint else {}),
-    }
-    return {"input_ids": group[0].prompt.tolist(), "sampling_params": settings, "return_logprob": True}
-
-
-def parse_sglang(rows: Sequence[Any]) -> list[RemoteCompletion]:
-    """Returns the completions in a response of /generate."""
-    completions = []
-    for row in rows:
-        info = row["meta_info"]
-        logps = [logp for logp, *_ in info["output_token_logprobs"]]
-        tokens = [token for _, token, *_ in info["output_token_logprobs"]]
-        completions.append(RemoteCompletion(tokens, logps, row["text"], info["finish_reason"]["type"], logps))
-    return completions
-
-
 def seed_from_key(key: np.ndarray) -> int:
     """Returns a seed of 62 bits, to which small numbers can be added, from a key [2] uint32."""
     return (int(key[0]) << 32 | int(key[1])) >> 2
-
-
-def _shared_settings(params: SamplingParams) -> dict[str, Any]:
-    """Returns what both servers call and mean as `SamplingParams` does: its real numbers, and the stop strings."""
-    for name in SAMPLER.keys() - KNOWN:
-        if getattr(params, name) != SAMPLER[name]:
-            raise RunError(f"servers of vLLM and SGLang have no {name}; leave it out, or sample with groupax serve")
-    return {
-        **{name: getattr(params, name) for name in SHARED},
-        "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()} or None,
-        "stop": list(params.stop),
-    }
 
 
 def _control(server: RemoteServer, method: str, path: str, body: Any, needs: str) -> Any:

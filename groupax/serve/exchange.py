@@ -47,7 +47,6 @@ class Completion:
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     text: str = ""
-    num_characters: int = 0  # of the texts of its tokens, as `text_offset` counts them
 
     def add(self, delta: Delta) -> None:
         """Adds new tokens, which replace earlier ones if the completion was restarted."""
@@ -66,12 +65,6 @@ async def arriving_deltas(deltas: "asyncio.Queue[Delta]", num: int) -> AsyncIter
             raise ApiError(503, "the engine gave up this request; try again", code="aborted")
         num -= delta.finish_reason is not None
         yield delta
-
-
-async def no_tokens(num: int) -> AsyncIterator[Delta]:
-    """Yields the ends of completions of which no token is requested."""
-    for index in range(num):
-        yield Delta(index, 0, [], [], [], [], [], "length", "")
 
 
 async def collect(arriving: AsyncIterator[Delta], num: int) -> list[Completion]:
@@ -109,20 +102,16 @@ class Exchange:
         wire: Further fields that the client has sent and the response repeats.
         model: The model's name for the client.
         prompts: Token ids of each prompt.
-        prompt_texts: Texts of the prompts, if they are echoed.
         token_texts: Texts of the model's tokens, for log-probs.
         reader: Reads turns of a chat; None for completions of texts.
-        prompt_logps: Log-probs of each prompt (`engine.prompt_logps.PromptLogps`), if they are requested.
     """
 
     request: Request
     wire: Mapping[str, Any]
     model: str
     prompts: list[list[int]]
-    prompt_texts: list[str]
     token_texts: TokenTexts
     reader: TurnReader | None = None
-    prompt_logps: Sequence[Any] = ()
 
     def turn(self, index: int, completion: Completion) -> Turn:
         """Returns the finished completion of this index as a turn."""
@@ -143,10 +132,6 @@ class Exchange:
         """Returns the numbers of tokens of the prompts, each of which counts once, and of the completions."""
         return sum(map(len, self.prompts)), sum(len(completion.tokens) for completion in completions)
 
-    def token_name(self, token: int) -> str:
-        """Returns a token's text, or its id as "token_id:7" if the request wants that."""
-        return f"token_id:{token}" if self.request.return_tokens_as_token_ids else self.token_texts.text(token)
-
     def logprob_entries(self, completion: Completion) -> list[dict[str, Any]]:
         """Returns the log-prob of each token with its alternatives, as entries of OpenAI's chats."""
         alternatives = completion.alternatives if self.request.logprobs else [[] for _ in completion.tokens]
@@ -158,7 +143,7 @@ class Exchange:
     def _entry(self, token: int, logp: float) -> dict[str, Any]:
         text = self.token_texts.text(token)
         data = None if "\ufffd" in text else [*text.encode()]
-        return {"token": self.token_name(token), "logprob": logp, "bytes": data}
+        return {"token": text, "logprob": logp, "bytes": data}
 
     def token_details(self, completion: Completion) -> dict[str, Any]:
         """Returns the token ids and log-probs of the answer to the first prompt, if the request wants them."""
@@ -196,13 +181,7 @@ def parts_of(turn: Turn) -> list[tuple[str, str | Call]]:
 
 
 class PieceStream:
-    """A completion that grows, as text that later tokens cannot change.
-
-    Args:
-        exchange: The request that it answers.
-        index: Its index there.
-        tokenizer: Tokenizer of the model.
-    """
+    """The completion of an index in an exchange that grows, as text that later tokens cannot change."""
 
     def __init__(self, exchange: Exchange, index: int, tokenizer: Any) -> None:
         request, self._reader = exchange.request, exchange.reader
@@ -293,15 +272,7 @@ class TextStream:
 async def streamed(
     exchange: Exchange, writer: Writer, num: int, arriving: AsyncIterator[Delta], tokenizer: Any
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yields the events of a streamed response.
-
-    Args:
-        exchange: The request and what its response is made of.
-        writer: Writes the events.
-        num: Number of completions.
-        arriving: Their deltas.
-        tokenizer: Tokenizer of the model.
-    """
+    """Yields the events of a streamed response of `num` completions."""
     streams = [PieceStream(exchange, index, tokenizer) for index in range(num)]
     completions = [Completion() for _ in streams]
     for event in writer.first_events():

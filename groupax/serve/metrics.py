@@ -4,17 +4,15 @@ What vLLM measures too has its names, which dashboards for vLLM read; the rest b
 """
 
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from groupax.core.terminal.printable import one_line
 from groupax.serve.exchange import Delta
-from groupax.serve.loop import EngineLoop, Job, adapter_of
+from groupax.serve.loop import EngineLoop
 
 __all__ = ["CONTENT_TYPE", "Metrics", "RequestRecord"]
 
@@ -25,17 +23,10 @@ TOKENS = tuple(float(4**power) for power in range(10))
 # Histograms by model: meaning and buckets.
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time to the first token", SECONDS),
-    "inter_token_latency_seconds": ("Time between two tokens", TENTHS),
+    "inter_token_latency_seconds": ("Time per token between two arrivals of tokens", TENTHS),
     "e2e_request_latency_seconds": ("Duration of a request for completions", SECONDS),
-    "request_queue_time_seconds": ("Time until the first completion of a request entered a slot", SECONDS),
-    "request_prefill_time_seconds": ("Time from there to the first tokens", SECONDS),
-    "request_decode_time_seconds": ("Time from there to the end", SECONDS),
-    "request_inference_time_seconds": ("Time from entering a slot to the end", SECONDS),
     "request_prompt_tokens": ("Prompt tokens of a request", TOKENS),
     "request_generation_tokens": ("Sampled tokens of a request", TOKENS),
-    "request_max_num_generation_tokens": ("Tokens of the longest completion of a request", TOKENS),
-    "request_params_n": ("Completions of each prompt", TOKENS),
-    "request_params_max_tokens": ("Limit of the tokens of a completion", TOKENS),
 }
 
 
@@ -44,10 +35,18 @@ class Metrics:
 
     def __init__(self, loop: EngineLoop) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_LoopCollector(loop))
         registered = {"registry": self._registry, "namespace": "groupax"}
         self.requests = Counter("requests", "Finished requests", ["path", "status"], **registered)
         self.seconds = Histogram("request_seconds", "Duration of a request", buckets=SECONDS, **registered)
+        version = Gauge("weights_version", "Version of the weights", ["model"], **registered)
+        version.labels(loop.names[0]).set_function(lambda: loop.engine.version)
+        for name, meaning, value in (
+            ("num_requests_running", "Sequences in slots", lambda: loop.counts.num_running),
+            ("num_requests_waiting", "Sequences without a slot", lambda: loop.counts.num_waiting),
+            ("kv_cache_usage_perc", "Used fraction of the KV cache", lambda: loop.counts.kv_frac),
+        ):
+            gauge = Gauge(f"vllm:{name}", meaning, ["model_name"], registry=self._registry)
+            gauge.labels(loop.names[0]).set_function(value)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens")
         self.generation_tokens = self._counter("generation_tokens", "Sampled tokens")
         self.finished = self._counter("request_success", "Finished completions", "finished_reason")
@@ -68,36 +67,6 @@ class Metrics:
         return Counter(f"vllm:{name}", meaning, ["model_name", *labels], registry=self._registry)
 
 
-class _LoopCollector(Collector):
-    def __init__(self, loop: EngineLoop) -> None:
-        self._loop = loop
-
-    def collect(self) -> Iterator[Metric]:
-        counts, loads, engines = self._loop.counts, self._loop.loads, self._loop.engines
-        for name, meaning, attribute in (
-            ("num_requests_running", "Sequences in slots", "num_running"),
-            ("num_requests_waiting", "Sequences without a slot", "num_waiting"),
-            ("kv_cache_usage_perc", "Used fraction of the KV cache", "kv_frac"),
-        ):
-            values = {model: getattr(load, attribute) for model, load in loads.items()}
-            yield _gauge(f"vllm:{name}", meaning, "model_name", values)
-        versions = {model: engine.version_of(adapter_of(engine, model)) for model, engine in engines.items()}
-        yield _gauge("groupax_weights_version", "Version of the weights", "model", versions)
-        hits = CounterMetricFamily("vllm:prefix_cache_hits", "Prompt tokens that were looked up", labels=["model_name"])
-        for model in loads:
-            hits.add_metric([model], engines[model].prefixes.num_reused_tokens)
-        yield hits
-        yield CounterMetricFamily("groupax_completions_cancelled", "Cancelled completions", counts.num_cancelled)
-        yield CounterMetricFamily("groupax_chunks", "Decoded chunks", counts.num_chunks)
-
-
-def _gauge(name: str, meaning: str, label: str, values: Mapping[str, float | int]) -> GaugeMetricFamily:
-    gauge = GaugeMetricFamily(name, meaning, labels=[label])
-    for model, value in values.items():
-        gauge.add_metric([model], value)
-    return gauge
-
-
 @dataclass(eq=False)
 class RequestRecord:
     """A request for completions, as its response proceeds, for metrics and for the log of requests.
@@ -106,7 +75,6 @@ class RequestRecord:
         metrics: Metrics that its tokens are added to.
         started_s: Time at which it arrived, by `time.monotonic`.
         model: Name of the model; empty until it is known.
-        job: The request in the loop; None if it needs no tokens.
         num_prompt_tokens: Number of tokens of all prompts.
         num_tokens: Number of tokens of each completion so far.
         finish_reasons: Reasons of the ends of completions.
@@ -116,7 +84,6 @@ class RequestRecord:
     metrics: Metrics
     started_s: float
     model: str = ""
-    job: Job | None = None
     num_prompt_tokens: int = 0
     num_tokens: dict[int, int] = field(default_factory=dict)
     finish_reasons: list[str] = field(default_factory=list)
@@ -138,24 +105,9 @@ class RequestRecord:
         """Adds the whole request to the metrics."""
         if not self.model:
             return
-        ended_s, sequences = time.monotonic(), self.job.sequences if self.job else []
-        values: dict[str, float] = {
-            "e2e_request_latency_seconds": ended_s - self.started_s,
-            "request_prompt_tokens": self.num_prompt_tokens,
-            "request_generation_tokens": sum(self.num_tokens.values()),
-            "request_max_num_generation_tokens": max(self.num_tokens.values(), default=0),
-        }
-        if sequences:
-            params = sequences[0].params
-            values |= {"request_params_n": params.n, "request_params_max_tokens": params.max_tokens}
-        admitted_s = min((each.admitted_s for each in sequences if each.admitted_s is not None), default=None)
-        if admitted_s is not None and self.first_s is not None:
-            values["request_queue_time_seconds"] = max(0.0, admitted_s - self.started_s)
-            values["request_prefill_time_seconds"] = max(0.0, self.first_s - admitted_s)
-            values["request_decode_time_seconds"] = ended_s - self.first_s
-            values["request_inference_time_seconds"] = max(0.0, ended_s - admitted_s)
-        for name, value in values.items():
-            self.metrics.observe(name, self.model, value)
+        self.metrics.observe("e2e_request_latency_seconds", self.model, time.monotonic() - self.started_s)
+        self.metrics.observe("request_prompt_tokens", self.model, self.num_prompt_tokens)
+        self.metrics.observe("request_generation_tokens", self.model, sum(self.num_tokens.values()))
 
     def line(self, method: str, path: str, status: int, message: str = "") -> str:
         """Returns the request as a line of the log."""
@@ -178,9 +130,9 @@ class RequestRecord:
             self.first_s = now_s
             self.metrics.observe("time_to_first_token_seconds", self.model, now_s - self.started_s)
         elif num_new and delta.index in self._last_s:
-            each_s = (now_s - self._last_s[delta.index]) / num_new  # as if each token had taken the same time
-            for _ in range(num_new):
-                self.metrics.observe("inter_token_latency_seconds", self.model, each_s)
+            self.metrics.observe(
+                "inter_token_latency_seconds", self.model, (now_s - self._last_s[delta.index]) / num_new
+            )
         self._last_s[delta.index] = now_s
         if delta.finish_reason is not None:
             self.finish_reasons.append(delta.finish_reason)

@@ -1,51 +1,32 @@
-"""Prepares requests for the engine: the chat template, token ids, sampling parameters, grammars of calls."""
+"""Prepares requests for the engine: the chat template, token ids, sampling parameters."""
 
-import contextlib
-import json
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 
 from groupax.core.errors import MissingPackageError
 from groupax.core.settings.sampling import SamplingParams
 from groupax.core.types import PromptImages
 from groupax.data.chat import render, unknown_template_kwargs
-from groupax.data.prompts import ImageEncoder
-from groupax.data.tokenizer import decode, encode_prompts, encode_texts, encode_within
-from groupax.engine.constraints import HEADER, ConstraintCompiler, rule, supported
+from groupax.data.tokenizer import encode_prompts, encode_within
+from groupax.engine.constraints import ConstraintCompiler
 from groupax.engine.engine import Engine
-from groupax.serve.chats import Text, decoded_images
+from groupax.models.vision.processing import PromptEncoder
+from groupax.serve.chats import decoded_images
 from groupax.serve.exchange import Exchange, TokenTexts
 from groupax.serve.requests import (
     DEFAULT_MAX_TOKENS,
     ChatRequest,
-    CompletionRequest,
     Incoming,
     Request,
-    TokenId,
-    check_known,
-    request_of,
-    validated,
 )
 from groupax.serve.turns import TurnFormats, TurnReader
 from groupax.serve.web import ApiError, bad_request
-from groupax.tools.formats import CallFrame, call_frame, call_opening
+from groupax.tools.formats import call_opening
 
 DEVELOPER = "developer"  # newer name of the system's role, which few templates know
-MAX_CHARACTERS = 1 << 19  # of a text to /tokenize: two seconds and 100 MB on a slow core
-MAX_TOKENS = 1 << 18  # to /detokenize
-CHAT_FIELDS = {
-    *("messages", "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
-    *("reasoning_effort", "model", "add_special_tokens"),
-}
-INFO = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "model_max_length")
-ANY_ARGUMENTS, NO_ARGUMENTS = {"type": "object"}, {"type": "object", "additionalProperties": False}
-_NAMES_NONE = {"type", "properties", "additionalProperties", "required", "title", "description", "$schema"}
-_MAX_TRIED = 8192  # characters of a schema that is tried
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +40,7 @@ class ServedModel:
     constraints: ConstraintCompiler
     vocab_size: int
     max_positions: int
-    encoder: ImageEncoder | None = None
+    encoder: PromptEncoder | None = None
 
     @classmethod
     def of(cls, name: str, engine: Engine) -> "ServedModel":
@@ -98,17 +79,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """The prompt of a chat.
-
-    Attributes:
-        text: The prompt.
-        generation_prompt: Its end, which the turn continues; None is the template's own.
-        begun: Beginning of the turn, if the prompt has it.
-    """
+    """The prompt of a chat."""
 
     text: str
-    generation_prompt: str | None = None
-    begun: str = ""
+    generation_prompt: str | None = None  # its end, which the turn continues; None is the template's own
+    begun: str = ""  # beginning of the turn, if the prompt has it
 
 
 def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_max_tokens: int) -> Prepared:
@@ -137,23 +112,12 @@ def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_m
         prompts = encoded(request, model.tokenizer, model.max_positions)
         for ids in prompts:
             model.check_text(ids, "prompt")
-    if images is not None and request.num_prompt_logprobs is not None:
-        raise ApiError(400, "prompt_logprobs of a prompt with images are not supported", "prompt_logprobs")
     params = _sampling_params(request, prompts, model.max_positions, chat_max_tokens)
-    if isinstance(request, ChatRequest) and reader is not None and request.callable_tools:
-        with bad_request("tools"):
-            frame = call_frame(model.tokenizer, request.template_kwargs)
-            grammar = turn_grammar(request, params, frame, reader.begun)
-        if grammar is not None:
-            params = replace(params, grammar=grammar, regex=None, json_schema=None)
-    prompt_texts = []
-    if isinstance(request, CompletionRequest) and request.echo:
-        prompt_texts = [
-            text if isinstance(text, str) else decode(model.tokenizer, [ids.tolist()])[0]
-            for text, ids in zip(request.prompts, prompts, strict=True)
-        ]
+    if isinstance(request, ChatRequest) and request.callable_tools and params.constraint is not None:
+        message = "a response is constrained by tools or by a format, not by both; set tool_choice='none' for a format"
+        raise ApiError(400, message, "response_format")
     prompt_ids = [prompt.tolist() for prompt in prompts]
-    exchange = Exchange(request, incoming.wire, model.name, prompt_ids, prompt_texts, model.token_texts, reader)
+    exchange = Exchange(request, incoming.wire, model.name, prompt_ids, model.token_texts, reader)
     row_keys = None if request.row_keys is None else np.array(request.row_keys, np.uint32)
     return Prepared(prompts, params, row_keys, exchange, images)
 
@@ -277,136 +241,3 @@ def chat_prompt(request: ChatRequest, tokenizer: Any, kwargs: Mapping[str, Any])
         same = next((index for index, (old, new) in pairs if old != new), len(begun))
         return ChatPrompt(text.removesuffix(own[same:]) + begun[same:] + opening, begun, opening)
     return ChatPrompt(text)
-
-
-def turn_grammar(request: ChatRequest, params: SamplingParams, frame: CallFrame | None, begun: str) -> str | None:
-    """Returns the grammar of a turn that may call tools; None if it needs none but its own constraint.
-
-    Args:
-        request: The chat.
-        params: Its sampling parameters, with the constraint of its response.
-        frame: What the model writes around a call's name and arguments; None if these are not JSON.
-        begun: Beginning of the call that the prompt has.
-
-    Raises:
-        ValueError: The response is constrained and calls are not JSON, or a schema is not supported.
-    """
-    tools = request.callable_tools
-    is_constrained = params.constraint is not None
-    if not tools or not (is_constrained or begun or any(map(_is_strict, tools))):
-        return None
-    if frame is None:
-        if is_constrained:
-            raise ValueError(
-                "tools together with a constraint need a model whose calls have names and arguments in JSON"
-            )
-        return None
-    names, must_call = request.tool_choice, request.tool_choice != "auto"
-    chosen = [tool for tool in tools if isinstance(names, str) or tool["function"]["name"] == names["name"]]
-    starts = [frame.before + tool["function"]["name"] + frame.between for tool in chosen]
-    mark = frame.before.split("{")[0].rstrip()
-    rules = [f"arguments{index}: {_arguments(tool, must_call)}" for index, tool in enumerate(chosen)]
-
-    def calls(before: str) -> str:
-        """Returns the alternatives of a call without what is written of it."""
-        assert all(start.startswith(before) for start in starts), "calls begin as the template writes them"
-        ends = [(start[len(before) :], f"arguments{index}") for index, start in enumerate(starts)]
-        return " | ".join(f"{_text(start)} {name} {_text(frame.after)}" for start, name in ends)
-
-    more = ' ("\\n"? call)*' if request.parallel_tool_calls else ""
-    rules += [f"call: {calls('')}"]
-    if must_call:
-        rules += [f"start: begun{more}", f"begun: {calls(begun)}"]
-    elif params.constraint is not None:
-        rules += [f"start: response | call{more}", f"response: {rule(*params.constraint)}"]
-    else:
-        marked = re.escape(mark).replace("/", r"\/")
-        rules += [
-            f"start: TEXT | before marked{more}",
-            f"TEXT: /(?s:.*)/ & ~/(?s:.*){marked}(?s:.*)/",
-            f"before[lazy]: /(?s:.*){marked}/",
-            f"marked: {calls(mark)}",
-        ]
-    return HEADER + "\n".join(rules)
-
-
-def _is_strict(tool: Mapping[str, Any]) -> bool:
-    return tool["function"].get("strict") is True
-
-
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _arguments(tool: Mapping[str, Any], must_call: bool) -> str:
-    """Returns the rule of a call's arguments: of strict tools by their schemas, else any object.
-
-    Tools without parameters take none. If there must be a call, arguments of other tools follow their schemas too,
-    where these are supported.
-    """
-    parameters = {**ANY_ARGUMENTS, **(tool["function"].get("parameters") or {})}
-    names_some = any(parameters.get(keyword) for keyword in ("properties", "required", "additionalProperties"))
-    if parameters["type"] == "object" and parameters.keys() <= _NAMES_NONE and not names_some:
-        return rule("json_schema", json.dumps(NO_ARGUMENTS))
-    text = json.dumps(parameters)
-    if _is_strict(tool):
-        return rule("json_schema", text)
-    if must_call and len(text) <= _MAX_TRIED:
-        with contextlib.suppress(ValueError):
-            return supported(rule("json_schema", text))
-    return rule("json_schema", json.dumps(ANY_ARGUMENTS))
-
-
-class TextToEncode(BaseModel):
-    """The body of a POST to /tokenize with a text."""
-
-    model_config = ConfigDict(strict=True)
-
-    prompt: Annotated[Text, Field(max_length=MAX_CHARACTERS)]
-    add_special_tokens: bool = True
-
-
-class TokensToDecode(BaseModel):
-    """The body of a POST to /detokenize."""
-
-    model_config = ConfigDict(strict=True)
-
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True)]
-
-
-def tokenize(given: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
-    """Returns the tokens of a text, or of a chat as the chat template writes it, in vLLM's format of /tokenize."""
-    tokenizer, fields = model.tokenizer, {key: value for key, value in given.items() if key != "return_token_strs"}
-    if "messages" in fields:
-        check_known(fields, CHAT_FIELDS, "the request")
-        if fields.pop("add_special_tokens", False) is not False:
-            message = "add_special_tokens must be false for messages, since the chat template writes them"
-            raise ApiError(400, message, "add_special_tokens")
-        chat = request_of(fields, is_chat=True)
-        assert isinstance(chat, ChatRequest), "of messages"
-        [ids], _, _ = encoded_chat(chat, model, {})
-    else:
-        check_known(fields, ("model", "prompt", "add_special_tokens"), "the request")
-        text = validated(TextToEncode, fields)
-        [ids] = encode_texts(tokenizer, [text.prompt], [not text.add_special_tokens])
-    tokens = ids.tolist()
-    strings = tokenizer.convert_ids_to_tokens(tokens) if given.get("return_token_strs") is True else None
-    return {"count": len(tokens), "max_model_len": model.max_positions, "tokens": tokens, "token_strs": strings}
-
-
-def detokenize(given: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
-    """Returns the text of tokens, special ones included, in vLLM's format of /detokenize."""
-    check_known(given, ("model", "tokens"), "the request")
-    tokens = validated(TokensToDecode, given).tokens
-    if max(tokens, default=0) >= model.vocab_size:
-        message = f"tokens names token {max(tokens)}; the vocabulary has {model.vocab_size} tokens"
-        raise ApiError(400, message, "tokens")
-    return {"prompt": model.tokenizer.decode(tokens, skip_special_tokens=False)}
-
-
-def tokenizer_info(model: ServedModel) -> dict[str, Any]:
-    """Returns what clients need to know of a tokenizer."""
-    tokenizer = model.tokenizer
-    limit = min(int(tokenizer.model_max_length), model.max_positions)
-    found = {name: getattr(tokenizer, name, None) for name in INFO}
-    return {"tokenizer_class": type(tokenizer).__name__, **found, "model_max_length": limit}

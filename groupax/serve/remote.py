@@ -1,17 +1,11 @@
-"""Connections to servers, and the layout of weights that are uploaded to them. Needs no server packages, no jax.
-
-Weights are sent as the data of a safetensors file. The manifest is such a file's header: {name: {"dtype": "F32",
-"shape": [..], "data_offsets": [start, end]}}.
-"""
+"""Connections to servers, and the files that weights are sent to them in. Needs no server packages, no jax."""
 
 import http.client
 import json
-import math
 import threading
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -114,64 +108,41 @@ class RemoteServer:
         return received
 
 
-@dataclass(frozen=True)
-class Extent:
-    """The bytes of a tensor in an upload: its dtype (a name in `DTYPES`), its shape, and where they begin."""
+def bytes_of(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> list[bytes | memoryview]:
+    """Returns a safetensors file of tensors, without copies of those that are contiguous.
 
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def end(self) -> int:
-        """Offset after the last byte of the tensor."""
-        return self.start + math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-def manifest_of(tensors: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
-    """Returns the manifest of concatenated tensors, or raises a `ValueError` for a dtype that cannot be uploaded."""
+    Raises:
+        ValueError: A tensor has a dtype that cannot be uploaded.
+    """
     names = {dtype: name for name, dtype in DTYPES.items()}
-    manifest, start = {}, 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    start = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in names:
             raise ValueError(f"{name} has dtype {tensor.dtype}; weights are sent as {', '.join(map(str, names))}")
         end = start + tensor.nbytes
-        manifest[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
-    return manifest
+    written = json.dumps(header).encode()
+    data = [np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data for tensor in tensors.values()]
+    return [len(written).to_bytes(8, "little"), written, *data]
 
 
-def read_manifest(manifest: Any) -> dict[str, Extent]:
-    """Returns the extents of the tensors in a manifest.
+def read_bytes(data: np.ndarray) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """Returns the metadata and the tensors of a safetensors file [bytes] in memory, without a copy.
 
     Raises:
-        ValueError: It is not a manifest, or its tensors are not adjacent.
+        ValueError: It is not such a file, or has other dtypes than `DTYPES`.
     """
-    if not isinstance(manifest, dict) or not manifest:
-        raise ValueError("tensors must be an object of names and {dtype, shape, data_offsets}, at least one")
-    extents, end = {}, 0
-    for name, entry in manifest.items():
-        entry = entry if isinstance(entry, dict) else {}
-        dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise ValueError(f"{name}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape):
-            raise ValueError(f"{name}: shape must be a list of sizes, got {shape!r}")
-        extents[name] = Extent(dtype, tuple(shape), end)
-        end = extents[name].end
-        if offsets != [extents[name].start, end]:
-            raise ValueError(f"{name}: data_offsets must be {[extents[name].start, end]}, got {offsets!r}")
-    return extents
-
-
-def tensors_in(data: np.ndarray, extents: Mapping[str, Extent]) -> dict[str, np.ndarray]:
-    """Returns the tensors in uploaded bytes, without a copy."""
-    return {
-        name: data[extent.start : extent.end].view(DTYPES[extent.dtype]).reshape(extent.shape)
-        for name, extent in extents.items()
-    }
-
-
-def bytes_of(tensors: Mapping[str, np.ndarray]) -> list[memoryview]:
-    """Returns the bytes of tensors, without copies of those that are contiguous."""
-    return [np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data for tensor in tensors.values()]
+    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    try:
+        header = json.loads(data[8:begin].tobytes())
+        metadata, tensors = dict(header.pop("__metadata__", {})), {}
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            stored = data[begin + start : begin + end].view(DTYPES[entry["dtype"]])
+            tensors[name] = stored.reshape(entry["shape"])
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        names = ", ".join(DTYPES)
+        raise ValueError(f"the body is not a safetensors file with the dtypes {names}: {error!r:.200}") from error
+    return metadata, tensors

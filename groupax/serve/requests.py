@@ -74,12 +74,10 @@ class Request(_Sampling, BaseModel):
         model: Name of the model; None takes the server's first.
         max_tokens: None takes the server's default.
         return_token_ids: Whether to report token ids and both log-probs of each token.
-        return_tokens_as_token_ids: Whether log-probs have "token_id:7" instead of a token's text.
         row_keys: The PRNG key of each completion, used instead of the seed, [prompts * n, 2] uint32.
         weights_state: The weights to sample from (see `serve.weights`); with others the request is refused.
         prompts: Strings or lists of token ids; for a chat one list of messages.
         logprobs: Number of alternatives to report for each token; None reports no log-probs.
-        prompt_logprobs: The same for the tokens of the prompts.
     """
 
     model: Text | None = None
@@ -87,7 +85,6 @@ class Request(_Sampling, BaseModel):
     stream: bool = False
     stream_options: dict[str, bool | None] = {}
     return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
     row_keys: RowKeys | None = None
     weights_state: Text | None = None
     top_k: Annotated[Int32, AfterValidator(lambda k: 0 if k == -1 else k)] = 0  # -1 keeps all tokens in other APIs
@@ -97,12 +94,6 @@ class Request(_Sampling, BaseModel):
     stop_token_ids: StopTokenIds = []
     prompts: list[Any]
     logprobs: NumLogprobs | None = None
-    prompt_logprobs: NumLogprobs | None = None
-
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        """Number of alternatives to report for each token of the prompt; None if its log-probs are not requested."""
-        return self.prompt_logprobs
 
     @property
     def is_chat(self) -> bool:
@@ -112,17 +103,13 @@ class Request(_Sampling, BaseModel):
     def sampling_params(self, default_max_tokens: int) -> SamplingParams:
         """Returns the sampling parameters."""
         max_tokens = default_max_tokens if self.max_tokens is None else self.max_tokens
-        if max_tokens == 0 and self.num_prompt_logprobs is None and not getattr(self, "echo", False):
-            message = "max_tokens is 0, but nothing of the prompt is requested; set echo or prompt_logprobs"
-            raise ApiError(400, message, param="max_tokens")
-        max_tokens = max_tokens or 1  # of a request that samples nothing
         settings: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS}
         settings["stop_token_ids"] = tuple(self.stop_token_ids)
         try:
             return SamplingParams(**settings, max_tokens=max_tokens, logprobs=self.logprobs or 0)
         except ValueError as error:
             name = str(error).partition(" ")[0]
-            raise ApiError(400, str(error), param=name if name in SETTINGS else None) from error
+            raise ApiError(400, str(error), param=name if name in type(self).model_fields else None) from error
 
 
 class CompletionRequest(Request):
@@ -130,13 +117,6 @@ class CompletionRequest(Request):
 
     prompts: Annotated[list[Any], BeforeValidator(_prompts)] = Field(validation_alias="prompt")
     logprobs: Annotated[NumLogprobs | None, BeforeValidator(lambda num: None if num is False else num)] = None
-    echo: bool = False
-
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        """The larger of the numbers that `prompt_logprobs` and, with `echo`, `logprobs` request."""
-        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((num for num in asked if num is not None), default=None)
 
 
 class ChatRequest(Request):
@@ -196,28 +176,15 @@ EXTENSIONS = SETTINGS - {"n", "regex", "json_schema"} | {
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the second has no effect here
 # Fields without an effect here.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"}
-# Fields that are not supported, and the values of them that request nothing.
-UNSUPPORTED: dict[str, list[Any]] = {
-    "audio": [None],
-    "best_of": [None, 1],
-    "function_call": [None, "none"],
-    "functions": [None, []],
-    "modalities": [None, ["text"]],
-    "prediction": [None],
-    "suffix": [None, ""],
-    "web_search_options": [None],
+# Fields that are not supported, and the value of them that requests nothing.
+UNSUPPORTED: dict[str, Any] = {
+    "best_of": 1,
+    "echo": False,
+    "function_call": "none",
+    "functions": [],
+    "modalities": ["text"],
+    "suffix": "",
 }
-# Fields that constrain the response, in the names of OpenAI, vLLM and SGLang, with the kind of their values.
-CONSTRAINTS = {
-    "regex": "regex",
-    "json_schema": "json",
-    "response_format": "",
-    "structured_outputs": "",
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-}
-_NO_CONSTRAINTS = {"whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "disable_fallback"}
 
 
 @dataclass(frozen=True)
@@ -251,16 +218,20 @@ def request_of(given: Mapping[str, Any], is_chat: bool) -> Request:
     """Returns the request that the fields of a body describe (see `parse`)."""
     schema = ChatRequest if is_chat else CompletionRequest
     known = [str(field.validation_alias or name) for name, field in schema.model_fields.items()]
-    check_known(given, [*known, *CONSTRAINTS, *IGNORED, *UNSUPPORTED], "the request")
-    given = {name: value for name, value in given.items() if name not in CONSTRAINTS} | _constraint_fields(given)
+    given = {name: value for name, value in given.items() if value is not None}
+    check_known(given, [*known, "response_format", *IGNORED, *UNSUPPORTED], "the request")
+    form = given.pop("response_format", None)
+    form_schema = None if form is None else _schema_of(form)
+    if form_schema is not None:
+        if "json_schema" in given:
+            raise ApiError(400, "response_format and json_schema are two constraints; set one of them", "json_schema")
+        given["json_schema"] = json.dumps(form_schema)
     for name in given.keys() & UNSUPPORTED.keys():
-        if not any(type(given[name]) is type(each) and given[name] == each for each in UNSUPPORTED[name]):
+        if type(given[name]) is not type(UNSUPPORTED[name]) or given[name] != UNSUPPORTED[name]:
             raise ApiError(400, f"{name}={short(given[name])} is not supported", name, "unsupported_value")
     if isinstance(given.get("stream_options"), dict):
         check_known(given["stream_options"], STREAM_OPTIONS, "stream_options", param="stream_options")
-    request = validated(schema, {name: value for name, value in given.items() if value is not None})
-    if request.stream and request.prompt_logprobs is not None:
-        raise ApiError(400, "prompt_logprobs cannot be streamed; leave stream out", "prompt_logprobs")
+    request = validated(schema, given)
     if isinstance(request, ChatRequest):
         _complete_chat(request)
     return request
@@ -287,47 +258,17 @@ def _complete_chat(request: "ChatRequest") -> None:
         expect(is_open, "continue_final_message needs a last message with a text of the assistant", dict(last))
 
 
-def _constraint_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the constraint of a request, in whatever field it is, as `regex` or `json_schema`."""
-    each = {name: _constraint(name, given[name]) for name in CONSTRAINTS if given.get(name) is not None}
-    found = {name: constraint for name, constraint in each.items() if constraint is not None}
-    if len(found) > 1:
-        raise ApiError(400, f"{' and '.join(found)} are several constraints; set one of them", list(found)[1])
-    return dict(found.values())
-
-
-def _constraint(name: str, value: Any) -> tuple[str, str] | None:
-    """Returns the sampling parameter and its text that a field stands for; None if any text may follow."""
-    kind = CONSTRAINTS[name]
-    if name == "response_format":
-        form = value.get("type") if isinstance(value, Mapping) else None
-        if form == "text":
-            return None
-        is_known = form in ("json_object", "json_schema")
-        expect(is_known, "response_format must have the type text, json_object or json_schema", value)
-        schema: Any = {"schema": {"type": "object"}} if form == "json_object" else value.get("json_schema")
-        has_schema = isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping | bool)
-        expect(has_schema, "response_format.json_schema must be an object with a schema", schema)
-        kind, value = "json", schema["schema"]
-    elif name == "structured_outputs":
-        expect(isinstance(value, Mapping), "structured_outputs must be an object", value)
-        found = {key: each for key, each in value.items() if each is not None and key not in _NO_CONSTRAINTS}
-        if not found or found == {"json_object": False}:
-            return None
-        expect(len(found) == 1, "structured_outputs has several constraints; set one of them", list(found))
-        [(kind, value)] = found.items()
-        kind, value = ("json", {"type": "object"}) if kind == "json_object" else (kind, value)
-    if kind == "regex" and is_text(value):
-        return "regex", value
-    if kind == "choice" and isinstance(value, list) and value and all(map(is_text, value)):
-        return "regex", "|".join(map(re.escape, value))
-    if kind == "json" and (is_text(value) or isinstance(value, Mapping | bool)):
-        return "json_schema", value if isinstance(value, str) else json.dumps(value)
-    words = {"regex": "a text", "choice": "a list of texts", "json": "a JSON schema"}
-    if kind not in words:
-        message = f"{name} has {short(kind)}, which is not supported; there are json, regex, choice and json_object"
-        raise ApiError(400, message, name, "unsupported_value")
-    raise ApiError(400, f"{name} must be {words[kind]}, got {short(value)}", name)
+def _schema_of(form: Any) -> dict[str, Any] | bool | None:
+    """Returns the JSON schema that a `response_format` requests; None for any text."""
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if kind == "text":
+        return None
+    is_known = kind in ("json_object", "json_schema")
+    expect(is_known, "response_format must have the type text, json_object or json_schema", form)
+    given: Any = {"schema": {"type": "object"}} if kind == "json_object" else form.get("json_schema")
+    has_schema = isinstance(given, Mapping) and isinstance(given.get("schema"), Mapping | bool)
+    expect(has_schema, "response_format.json_schema must be an object with a schema", given)
+    return given["schema"]
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

@@ -196,7 +196,7 @@ class TurnReader:
     def _arguments(self, call: ToolCall) -> Mapping[str, Any]:
         """Returns the arguments of a call; where the format writes no types, those that the tool's schema has."""
         schema = next((tool for tool in self.tools if tool["function"]["name"] == call.name), None)
-        return convert_arguments(schema, call.arguments, True)[0] if call.is_text and schema else call.arguments
+        return convert_arguments(schema, call.arguments) if call.is_text and schema else call.arguments
 
 
 class TurnStream:

@@ -1,52 +1,28 @@
 """New weights for a running server: uploaded, checked, and taken over between two chunks, all or nothing.
 
-    begin (manifest) ──► the tensors' bytes ──► devices ──► between two chunks
-                           while the engine runs
-
 An upload names the weights that it replaces by their state, a string that changes with every commit and every start of
 the server. So a late upload, or one to weights that another client has changed, is refused.
 """
 
+import json
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 
-from groupax.models.adapted import Changes, FrozenBase, apply_adapter, check_finite_changes, stack_adapters
+from groupax.models.adapted import FrozenBase, apply_adapter
 from groupax.models.lora import LoRAConfig, adapter_specs, as_lora_config, init_adapter
 from groupax.models.specs import Params, model_specs
 from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.saving import param_leaves, replace_tensors
-from groupax.serve.loop import EngineLoop, adapter_of
-from groupax.serve.remote import Extent, read_manifest, tensors_in
-from groupax.serve.requests import check_known, validated
+from groupax.serve.loop import EngineLoop
+from groupax.serve.remote import read_bytes
 from groupax.serve.web import ApiError, bad_request
 
-ALIGNMENT = 64  # of memory that devices of the host can use without a copy
-
-
-class UploadRequest(BaseModel):
-    """The announcement of an upload. Tensors that it does not list keep their values.
-
-    Attributes:
-        model: Name of the model.
-        version: Version of the new weights.
-        replaces: State of the weights that they replace.
-        adapter: The `adapter_config.json` of an adapter.
-        tensors: The manifest (see `serve.remote`).
-    """
-
-    model_config = ConfigDict(strict=True)
-
-    model: str
-    version: int = Field(ge=0, lt=1 << 63)
-    replaces: Any = None
-    adapter: dict[str, Any] | None = None
-    tensors: Any = None
+HEADER_BYTES = 16 << 20  # most bytes of an upload besides its tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,160 +51,119 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class Upload:
-    """Weights that are being uploaded."""
+    """Weights that were uploaded. Tensors that it lacks keep their values.
 
-    request: UploadRequest
+    Attributes:
+        version: Version of the new weights.
+        replaces: State of the weights that they replace.
+        lora: Settings of the adapter that the tensors belong to; None for the model's own weights.
+        tensors: The tensors by their names in files.
+    """
+
+    version: int
+    replaces: str
     lora: LoRAConfig | None
-    extents: Mapping[str, Extent]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all tensors."""
-        return max(extent.end for extent in self.extents.values())
+    tensors: Mapping[str, np.ndarray]
 
 
 class Weights:
-    """The weights of a server's models, and current uploads.
-
-    All methods but `prepared` and `take_over` belong to one thread.
+    """The weights of a server's model.
 
     Args:
-        loop: The engines.
-        models: Models whose weights may be changed, by name.
+        loop: The engine.
+        model: The model; None if its weights cannot be changed, as those of several adapters that share a batch.
     """
 
-    def __init__(self, loop: EngineLoop, models: Mapping[str, Model]) -> None:
-        self.loop, self.models = loop, models
-        self._held = {name: _held(model) for name, model in models.items()}
-        self._uploads: dict[str, Upload] = {}
+    def __init__(self, loop: EngineLoop, model: Model | None) -> None:
+        self._loop, self._model = loop, model
+        self._held = None if model is None else _held(model)
+
+    @property
+    def state(self) -> str | None:
+        """The state of the weights; None if they cannot be changed."""
+        return None if self._held is None else self._held.state
 
     def describe(self) -> dict[str, Any]:
-        """Returns the version and the state of each model's weights."""
-        return {"models": [{"model": name, **self._state(name)} for name in self.models]}
+        """Returns the version and the state of the weights."""
+        _, held = self._current()
+        return {"version": self._loop.engine.version, "state": held.state, "has_adapter": held.lora is not None}
 
-    def state(self, model: str) -> str | None:
-        """Returns the state of a model's weights; None if they cannot be changed."""
-        return self._held[model].state if model in self._held else None
+    def max_bytes(self) -> int:
+        """Returns the size of the largest upload."""
+        _, held = self._current()
+        return HEADER_BYTES + 4 * sum(leaf.size for leaf in jax.tree.leaves(held.base))
 
-    def begin(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Starts an upload (see `UploadRequest`), and discards an earlier one of the same model."""
-        check_known(given, UploadRequest.model_fields, "the upload")
-        request = validated(UploadRequest, given)
-        model = request.model
-        if model not in self._held:
-            names = ", ".join(self.models)
-            raise ApiError(404, f"there is no model {model!r}; this server has {names}", "model", "model_not_found")
-        self._check_state(request)
+    def read(self, data: np.ndarray) -> Upload:
+        """Returns the upload in a safetensors file [bytes], checked. Safe in any thread."""
         with bad_request("tensors"):
+            metadata, tensors = read_bytes(data)
             try:
-                lora = None if request.adapter is None else as_lora_config(request.adapter, has_weights=True)
-            except TypeError as error:
-                raise ValueError(str(error)) from error
-            extents = read_manifest(request.tensors)
-            self._check_tensors(model, lora, extents)
-        self._uploads = {name: each for name, each in self._uploads.items() if each.request.model != model}
-        name = secrets.token_hex(8)
-        self._uploads[name] = Upload(request, lora, extents)
-        return {"upload": name}
+                version, replaces = int(metadata["version"]), metadata["replaces"]
+                adapter = json.loads(metadata["adapter"]) if "adapter" in metadata else None
+                lora = None if adapter is None else as_lora_config(adapter, has_weights=True)
+            except (KeyError, RecursionError, TypeError) as error:
+                message = f"the metadata must have a version, replaces and perhaps an adapter: {error}"
+                raise ValueError(message) from error
+            if not 0 <= version < 1 << 63:
+                raise ValueError(f"version must be in [0, 2^63), got {version}")
+            upload = Upload(version, replaces, lora, tensors)
+            self._check_state(upload)
+            self._check_tensors(upload)
+        return upload
 
-    def take(self, name: str) -> Upload:
-        """Returns an upload whose bytes arrive, which nobody else can send any more."""
-        if name not in self._uploads:
-            message = f"there is no upload {name!r}: it was sent, or another one was started"
-            raise ApiError(404, message, code="upload_not_found")
-        return self._uploads.pop(name)
-
-    async def received(self, upload: Upload, parts: AsyncIterator[bytes]) -> dict[str, np.ndarray]:
-        """Returns the tensors of an upload when all of its bytes have arrived."""
-        size, at = upload.num_bytes, 0
-        data = np.empty(size + ALIGNMENT, np.uint8)
-        first = -data.ctypes.data % ALIGNMENT
-        data = data[first : first + size]
-        async for part in parts:
-            if at + len(part) <= size:
-                data[at : at + len(part)] = np.frombuffer(part, np.uint8)
-            at += len(part)
-        if at != size:
-            raise ApiError(400, f"the tensors have {size} bytes, {at} came", code="torn")
-        self._check_state(upload.request)
-        return tensors_in(data, upload.extents)
-
-    def prepared(self, upload: Upload, tensors: dict[str, np.ndarray]) -> Held:
+    def prepared(self, upload: Upload) -> Held:
         """Returns the weights of an upload, on the devices. Safe in any thread."""
-        model = upload.request.model
-        held, config = self._held[model], self.models[model].config
+        model, held = self._current()
         if upload.lora is None:
-            return Held(replace_tensors(model_specs(config), held.base, tensors))
-        specs = adapter_specs(config, upload.lora)
+            return Held(replace_tensors(model_specs(model.config), held.base, upload.tensors))
         trained = held.trained
         if held.lora != upload.lora:
-            sharding = jax.NamedSharding(self.models[model].mesh, jax.P())
-            added = init_adapter(config, upload.lora, held.base, jax.random.key(0), sharding)
+            sharding = jax.NamedSharding(model.mesh, jax.P())
+            added = init_adapter(model.config, upload.lora, held.base, jax.random.key(0), sharding)
             trained = _in_dtype_of(held.base, added)
         assert trained is not None, "an adapter has weights"
-        new = replace_tensors(specs, trained, tensors)
-        if self.loop.engines[model].adapters:
-            with bad_request("tensors"):
-                check_finite_changes(new)
-        return Held(held.base, upload.lora, new)
+        specs = adapter_specs(model.config, upload.lora)
+        return Held(held.base, upload.lora, replace_tensors(specs, trained, upload.tensors))
 
     def take_over(self, upload: Upload, held: Held) -> dict[str, Any]:
-        """Gives an engine its new weights. Must be run between two chunks."""
-        request = upload.request
-        self._check_state(request)
-        engine = self.loop.engines[request.model]
-        self._held[request.model] = held
-        if engine.adapters:
-            version = engine.version
-            adapters = [self._held[name] for name in engine.adapters]
-            changes = [Changes(each.trained, each.lora.scale) for each in adapters if each.lora and each.trained]
-            assert len(changes) == len(adapters), "adapters have weights"
-            engine.params = stack_adapters(held.base, changes)
-            engine.version, engine.adapter_versions[request.model] = version, request.version
-        else:
-            engine.params = held.params
-            engine.version = request.version
-        return self._state(request.model)
+        """Gives the engine its new weights. Must be run between two chunks."""
+        self._check_state(upload)
+        self._held, engine = held, self._loop.engine
+        engine.params, engine.version = held.params, upload.version
+        return self.describe()
 
-    def _state(self, model: str) -> dict[str, Any]:
-        held, engine = self._held[model], self.loop.engines[model]
-        version = engine.version_of(adapter_of(engine, model))
-        return {"version": version, "state": held.state, "has_adapter": held.lora is not None}
+    def _current(self) -> tuple[Model, Held]:
+        if self._model is None or self._held is None:
+            raise ApiError(403, "the weights of this server cannot be changed; start it without --adapter")
+        return self._model, self._held
 
-    def _check_state(self, request: UploadRequest) -> None:
-        state = self._held[request.model].state
-        if request.replaces != state:
-            message = f"this replaces the weights {request.replaces!r} of {request.model}, which has others ({state})"
+    def _check_state(self, upload: Upload) -> None:
+        if upload.replaces != self.state:
+            message = f"this replaces the weights {upload.replaces!r:.80}, and the server has others ({self.state})"
             raise ApiError(409, message, param="replaces", code="other_weights")
 
-    def _check_tensors(self, model: str, lora: LoRAConfig | None, extents: Mapping[str, Extent]) -> None:
-        held, config, shared = self._held[model], self.models[model].config, self.loop.engines[model].adapters
-        if shared and model not in shared:
-            raise ValueError(
-                f"{model} is the base of {', '.join(shared)}, which are decoded together with it; send the weights of "
-                "one of them, or start the server without --adapter"
-            )
-        if shared and lora is not None and (lora.bias != "none" or lora.modules_to_save):
-            raise ValueError(f"{model} shares its batch with others: train it without lora_bias and modules_to_save")
+    def _check_tensors(self, upload: Upload) -> None:
+        lora, tensors = upload.lora, upload.tensors
+        model, held = self._current()
         if lora is None:
             if held.lora is not None:
-                raise ValueError(f"{model} has an adapter; send that, or start the server with its base")
-            specs = model_specs(config)
+                raise ValueError("the model has an adapter; send that, or start the server with its base")
+            specs = model_specs(model.config)
             param_leaves(specs, held.base)
         else:
-            if held.base is not _base(self.models[model]):
-                raise ValueError(f"the base of {model} was changed by uploads; start the server again")
-            specs = adapter_specs(config, lora)
+            if held.base is not _base(model):
+                raise ValueError("the base of the model was changed by uploads; start the server again")
+            specs = adapter_specs(model.config, lora)
         expected = {name: spec.tensor_shape for spec in jax.tree.leaves(specs) for name in spec.tensor_names}
-        unknown = sorted(extents.keys() - expected.keys())
+        unknown = sorted(tensors.keys() - expected.keys())
         if unknown:
-            raise ValueError(f"{model} has no tensors {', '.join(unknown[:3])}")
-        for name, extent in extents.items():
-            if extent.shape != expected[name]:
-                raise ValueError(f"{name} has shape {list(extent.shape)}, not {list(expected[name])}")
-        missing = sorted(expected.keys() - extents.keys())
+            raise ValueError(f"the model has no tensors {', '.join(unknown[:3])}")
+        for name, tensor in tensors.items():
+            if tensor.shape != expected[name]:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}, not {list(expected[name])}")
+        missing = sorted(expected.keys() - tensors.keys())
         if lora is not None and lora != held.lora and missing:
-            raise ValueError(f"{model} has no such adapter yet, and its first upload lacks {', '.join(missing[:3])}")
+            raise ValueError(f"the model has no such adapter yet, and the first upload lacks {', '.join(missing[:3])}")
 
 
 def _held(model: Model) -> Held:

@@ -1,6 +1,5 @@
 """The format in which a chat template writes calls, found by rendering one and reading it back. Imports no jax."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,33 +111,6 @@ def call_opening(
     closing = UP_TO_LETTER.match(after)
     assert closing is not None, "it may be empty"
     return prompt, begun, f"{before}{name}{closing[0]}"
-
-
-@dataclass(frozen=True)
-class CallFrame:
-    """The texts around the name and the JSON arguments of a call: before the name, between the two, and after."""
-
-    before: str
-    between: str
-    after: str
-
-
-def call_frame(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> CallFrame | None:
-    """Returns what the chat template writes around a call; None unless that is a mark, a name and arguments in JSON.
-
-    Raises:
-        ValueError: The template writes no calls.
-    """
-    before, _, rest = _rendered_call(tokenizer, template_kwargs)[2].partition(NAME)
-    written = json.dumps(ARGUMENTS)
-    between, found, after = rest.partition(written)
-    ends = [after.find(end) for end in tokenizer.all_special_tokens if end and end in after]
-    after = after[: min(ends)] if ends else after
-    mark = before.partition("{")[0].rstrip()
-    is_framed = (
-        found and mark and mark.count(mark[0]) == 1 and not any(t in before for t in tokenizer.all_special_tokens)
-    )
-    return CallFrame(before, between, after) if is_framed else None
 
 
 def reasoning_format(tokenizer: Any, generation_prompt: str) -> CallFormat | None:

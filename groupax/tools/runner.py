@@ -1,9 +1,9 @@
 """Runs the calls of many episodes at once, and no tool can stop the run. Imports no jax.
 
-    start(calls, on_done) ──► control loop: order, limits of time and number
-                                ├──► a thread per call of a sync function
-                                └──► the loop of async functions
-    on_done(results)      ◄── in the order of the calls
+    call(function, on_done) ──► control loop: limits of time and number
+                                  ├──► a thread per call of a sync function
+                                  └──► the loop of async functions
+    on_done(outcome)        ◄── in a thread of the runner
 
 The control loop never runs a tool, so that a tool that hangs delays nothing but itself.
 """
@@ -15,7 +15,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,10 +30,8 @@ from groupax.tools.tool import Step, Tool
 logger = logging.getLogger(__name__)
 CLOSE_S = 5.0  # in which the callbacks of calls that are ended must return
 CLOSED = "the run has ended"
-ENDED = "not called, since an earlier call of the turn has ended the episode"
 TIMED_OUT = "TimeoutError"  # kind of the outcome of a call that took too long
 GRACE_S = 1.0  # in which the event loop of tools must answer
-Calls = Sequence[tuple[Tool | None, ToolCall]]
 Function = Callable[..., Any]
 Finish = Callable[[Any], Any]
 
@@ -87,28 +85,25 @@ class ToolRunner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(
-        self,
-        calls: Calls,
-        on_done: Callable[[list[ToolResult]], None],
-        known: Sequence[ToolResult | None] = (),
-        on_result: Callable[[int, ToolResult], None] | None = None,
-    ) -> None:
-        """Starts calls and returns at once. Nothing that a tool does raises here.
-
-        The calls run in their order, or at the same time if all of their tools are `parallel`. In order, none is made
-        after one that has ended the episode.
+    def call_tool(self, tool: Tool | None, call: ToolCall, on_done: Callable[[ToolResult], None]) -> None:
+        """Starts a call of a tool, and returns at once. Nothing that a tool does raises here.
 
         Args:
-            calls: Calls with their tools; None if there is no such tool.
-            on_done: Called once, in a thread of the runner, with the results in the order of the calls.
-            known: Results of calls that are not to be made; None for the others.
-            on_result: Called with the index and the result of each call that was made, as soon as it has ended.
+            tool: The tool; None if there is none of that name.
+            call: The call.
+            on_done: Called once, in a thread of the runner, with the result.
 
         Raises:
             RuntimeError: The runner is closed.
         """
-        self._start(self._run(list(calls), on_done, known, on_result))
+
+        async def run() -> None:
+            result = error_result(CLOSED, 0.0, self.max_result_bytes)
+            with contextlib.suppress(asyncio.CancelledError):
+                result = await self._call(tool, call)
+            on_done(result)
+
+        self._start(run())
 
     def call(
         self,
@@ -169,34 +164,6 @@ class ToolRunner:
                 work.close()
                 raise RuntimeError("the tool runner is closed; start calls inside of its context")
             self._control.call_soon_threadsafe(begin)
-
-    async def _run(
-        self,
-        calls: list[tuple[Tool | None, ToolCall]],
-        on_done: Callable[[list[ToolResult]], None],
-        known: Sequence[ToolResult | None],
-        on_result: Callable[[int, ToolResult], None] | None,
-    ) -> None:
-        results = [*known] or [None] * len(calls)
-
-        async def run(index: int) -> None:
-            if results[index] is None:
-                result = results[index] = await self._call(*calls[index])
-                if on_result is not None:
-                    on_result(index, result)
-
-        with contextlib.suppress(asyncio.CancelledError):
-            if all(tool is None or tool.parallel for tool, _ in calls):
-                await asyncio.gather(*map(run, range(len(calls))))
-            else:
-                for index in range(len(calls)):
-                    before = [result for result in results[:index] if result is not None]
-                    if any(result.done or result.is_infrastructure for result in before):
-                        results[index] = error_result(ENDED, 0.0, self.max_result_bytes)
-                    else:
-                        await run(index)
-        closed = error_result(CLOSED, 0.0, self.max_result_bytes)
-        on_done([closed if result is None else result for result in results])
 
     async def _call(self, tool: Tool | None, call: ToolCall) -> ToolResult:
         fault = call.fault or (f"Tool {call.name:.80} not found." if tool is None else "")

@@ -138,16 +138,13 @@ def tools_of(environment_class: type, public: bool = False, reserved: Sequence[s
     return tools
 
 
-def match_calls(tools: Mapping[str, Tool], calls: Sequence[ToolCall]) -> list[tuple[Tool | None, ToolCall]]:
-    """Returns each call with its tool. A call of an unknown tool gets None, and a fault with the known names."""
-    return [(tools.get(call.name), call if call.name in tools else _unknown(tools, call)) for call in calls]
-
-
-def _unknown(tools: Mapping[str, Tool], call: ToolCall) -> ToolCall:
-    if call.fault:
-        return call
+def match_call(tools: Mapping[str, Tool], call: ToolCall) -> tuple[Tool | None, ToolCall]:
+    """Returns a call with its tool. A call of an unknown tool gets None, and a fault with the known names."""
+    if call.name in tools or call.fault:
+        return tools.get(call.name), call
     known = f"the tools are {', '.join(tools)}" if tools else "there are no tools"
-    return replace(call, fault=f"Tool {call.name:.80} not found{nearest(call.name[:80], tools) or ';'} {known}.")
+    fault = f"Tool {call.name:.80} not found{nearest(call.name[:80], tools) or ';'} {known}."
+    return None, replace(call, fault=fault)
 
 
 def _from_function(function: Any) -> Tool:
@@ -181,24 +178,10 @@ def function_schema(function: Callable[..., Any], name: str, skip_first: bool = 
         DocstringParsingException,
         TypeHintParsingException,
         get_json_schema,
-        parse_google_format_docstring,
     )
 
     docstring = (inspect.getdoc(function) or "").strip()
-    if not docstring:
-        raise ValueError(
-            f"the tool {name!r} has no docstring, from which the model learns what it does; e.g. {EXAMPLE}"
-        )
     signature, hints = _parameters(function, name, skip_first)
-    described = parse_google_format_docstring(docstring)[1] or {}
-    for parameter in signature.parameters:
-        if parameter not in hints:
-            raise ValueError(f"the tool {name!r} has no type hint of its argument {parameter!r}; add one, e.g. : str")
-        if parameter not in described:
-            raise ValueError(
-                f"the tool {name!r} has no description of its argument {parameter!r}; add it to the section 'Args:' of "
-                f"the docstring, as in {EXAMPLE}"
-            )
 
     def described_function() -> None: ...
 
@@ -209,7 +192,10 @@ def function_schema(function: Callable[..., Any], name: str, skip_first: bool = 
     try:
         return get_json_schema(described_function)
     except (DocstringParsingException, TypeHintParsingException, ValueError) as error:
-        raise ValueError(f"the tool {name!r} has no JSON schema: {error_line(error)}") from error
+        raise ValueError(
+            f"the tool {name!r} has no JSON schema: {error_line(error)}; give each argument a type hint and a "
+            f"description, as in {EXAMPLE}"
+        ) from error
 
 
 def _parameters(function: Callable[..., Any], name: str, skip_first: bool) -> tuple[inspect.Signature, dict[str, Any]]:

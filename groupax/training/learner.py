@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -33,17 +33,15 @@ from groupax.parallel.mesh import num_data_shards, splits_model
 from groupax.training.images import computed_features, known_features
 from groupax.training.memory import UpdateMemory, compute_dtype, efficiency_metrics, explain_out_of_memory
 from groupax.training.optimizer import make_optimizer, make_schedule
-from groupax.training.packing import MicroBatch, Packed, attention_cost_with, denominators, pack, pack_parts, unpack
+from groupax.training.packing import MicroBatch, Packed, attention_cost_with, denominators, pack, unpack
 from groupax.training.shapes import Shape
 from groupax.training.state import (
     TrainState,
     cast_params,
     check_dropout,
-    distribution_metrics,
     ema_update,
     frozen_base,
     init_state,
-    norms_and_update_ratios,
     offload_state,
     untrained_weights,
 )
@@ -80,14 +78,12 @@ class Update:
         applied: False if the loss or a gradient was not finite, and nothing changed.
         logps: log-probs of each row's tokens under the policy before the update.
         entropies: entropies of the policy's distributions at these tokens, in nats.
-        distributions: one number per trained weight, by name; empty unless they are due.
     """
 
     metrics: Metrics
     applied: bool
     logps: Sequence[np.ndarray]
     entropies: Sequence[np.ndarray]
-    distributions: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class Learner:
@@ -204,7 +200,7 @@ class Learner:
         rows, counts, coef = self._prepared(rows)
         packed = self._pack(rows)
         accumulator, scored = self._accumulate(packed, counts, coef, self.dropout_rate)
-        loss, sums, grad_norm, applied, before = self._apply(accumulator)
+        loss, sums, grad_norm, applied = self._apply(accumulator)
         metrics = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": learning_rate}
         metrics |= mean_metrics(sums, num_tokens)
         metrics |= {"update_skipped": float(not applied), "loss_tokens": float(num_tokens)}
@@ -215,16 +211,10 @@ class Learner:
             }
         if applied:
             metrics |= self._advance(metrics["entropy"] if num_tokens else None)
-        distributions = {}
-        if before is not None:
-            with self.device_lock:
-                norms, ratios = to_host(norms_and_update_ratios(before, self.state.params))
-            distributions = {"weights/norms": norms, "weights/update_ratios": ratios}
-            metrics |= distribution_metrics(norms, ratios)
         seconds = time.perf_counter() - started_s
         metrics |= efficiency_metrics(packed, rows, seconds, self.config, self.mesh, self.dtype)
         logps, entropies = (unpack(packed, values, rows) for values in zip(*scored, strict=True))
-        return Update(metrics, bool(applied), logps, entropies, distributions)
+        return Update(metrics, bool(applied), logps, entropies)
 
     def measure(self, rows: Sequence[Row]) -> Metrics:
         """Returns the loss of the objective over rows and its metrics, without dropout and without an update.
@@ -244,23 +234,6 @@ class Learner:
         if self.settings.objective.entropy_bonus:
             metrics["policy_loss"] = policy_loss(metrics, coef, self.config, self.settings.objective)
         return metrics
-
-    def gradients(self, rows: Sequence[Row], parts: Sequence[Sequence[int]]) -> Iterator[Params]:
-        """Yields the gradient of each part of a step's rows: of their terms of the step's loss, without an update.
-
-        The gradients of parts that have each row once add up to the step's, but for the load-balancing loss of a
-        mixture of experts, which is that of the part alone. What later updates compute does not change.
-        """
-        shapes = self.shapes
-        try:
-            rows, counts, coef = self._prepared(rows)
-        finally:
-            self.shapes = shapes
-        cost = attention_cost_with(self.execution.attention)
-        for packed in pack_parts(rows, parts, self.num_shards, self.settings.share_prefix, cost, self.config.vision):
-            accumulator, _ = self._accumulate([packed], counts, coef, self.dropout_rate)
-            with self.device_lock:
-                yield all_reduce(accumulator, config=self.config, mesh=self.mesh).grads
 
     def _prepared(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Denominators, float]:
         """Returns rows with their policy masks, the step's denominators, and the weight of the entropy bonus."""
@@ -303,18 +276,10 @@ class Learner:
             scored.append(pair)
         return accumulator, scored
 
-    def _apply(self, accumulator: GradAccumulator) -> tuple[Any, MetricSums, Any, Any, Params | None]:
-        """Updates the weights.
-
-        Returns:
-            The loss, the metrics, the gradient norm and whether the update was applied, on the host; and a copy of the
-            weights before the update, if their distributions are due.
-        """
-        every = self.settings.weight_distribution_log_steps
+    def _apply(self, accumulator: GradAccumulator) -> tuple[Any, MetricSums, Any, Any]:
+        """Updates the weights; returns the loss, the metrics, the gradient norm and whether the update was applied."""
         with self.device_lock:
             accumulator = all_reduce(accumulator, config=self.config, mesh=self.mesh)
-            is_due = every > 0 and (self.num_updates + 1) % every == 0
-            before = cast_params(self.state.params, dtype=jnp.float32) if is_due else None
             self.state, grad_norm, applied = apply_update(
                 self.state,
                 accumulator.grads,
@@ -326,7 +291,7 @@ class Learner:
             )
             accumulator = replace(accumulator, grads={})  # frees their memory
             self.policy = apply_adapter(self.frozen, self.trained())
-            return *to_host((accumulator.loss, accumulator.metrics, grad_norm, applied)), before
+            return to_host((accumulator.loss, accumulator.metrics, grad_norm, applied))
 
     def _advance(self, entropy: float | None) -> Metrics:
         """Adapts what depends on the number of updates; returns metrics that follow from that."""

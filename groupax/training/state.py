@@ -6,14 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from groupax.core.settings.compute import VisionSettings
-from groupax.core.types import Metrics
 from groupax.models.adapted import FrozenBase
 from groupax.models.config import ModelConfig
 from groupax.models.params import partition_specs, weight_dtype
@@ -98,22 +96,6 @@ def ema_update(reference: Params, policy: Params, *, alpha: float) -> Params:
         return (alpha * new.astype(jnp.float32) + (1.0 - alpha) * ref.astype(jnp.float32)).astype(ref.dtype)
 
     return jax.tree.map(mixed, reference, policy)
-
-
-@jax.jit
-def norms_and_update_ratios(before: Params, after: Params) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Computes the norm of each of N weights after an update, and the norm of its change over the larger of its norms
-    before and after; 0 where both are 0."""
-
-    def norm(x: Array) -> Array:
-        return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32))))
-
-    def norms(tree: Params) -> Array:
-        return jnp.stack([norm(x) for x in jax.tree.leaves(tree)])
-
-    larger = jnp.maximum(norms(before), norms(after))
-    change = norms(jax.tree.map(jnp.subtract, after, before))
-    return norms(after), change / jnp.where(larger > 0, larger, 1.0)
 
 
 # The keys from the root of a tree to a leaf.
@@ -260,12 +242,3 @@ def check_dropout(rate: float, mesh: Mesh) -> None:
             f"mesh {format_mesh(mesh)}: lora_dropout {rate} is not built for inputs that are split over tp; set it to "
             "0, or tp to 1"
         )
-
-
-def distribution_metrics(norms: np.ndarray, ratios: np.ndarray) -> Metrics:
-    """Summarizes the norms and update ratios of all weights."""
-    return {
-        "weights/norm": float(np.sqrt(np.sum(np.square(norms.astype(float))))),
-        "weights/update_ratio_mean": float(ratios.mean()),
-        "weights/update_ratio_max": float(ratios.max()),
-    }

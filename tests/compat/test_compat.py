@@ -49,8 +49,6 @@ def test_unknown_fields_fail_with_the_nearest_name(make, wrong, nearest):
     config = make()
     with pytest.raises(TypeError, match=f"no field '{wrong}'"):
         setattr(config, wrong, 1)
-    with pytest.raises(AttributeError, match=f"no field '{wrong}'"):
-        getattr(config, wrong)
 
 
 @pytest.mark.parametrize("make", [trl.GRPOConfig, trl.RLOOConfig, trl.SFTConfig, ed.GRPOConfig])
@@ -91,7 +89,7 @@ def test_every_field_without_effect_warns_with_the_reason(make):
         ({"activation_checkpointing": False}, {"gradient_checkpointing": "none"}),
         ({"gradient_checkpointing": False}, {"gradient_checkpointing": "none"}),
         ({}, {"gradient_checkpointing": "auto", "dtype": "auto", "prompts_per_step": 1, "drop_last": True}),
-        ({"evaluation_strategy": "steps", "eval_steps": 250}, {"eval_steps": 250}),
+        ({"eval_strategy": "steps", "eval_steps": 250}, {"eval_steps": 250}),
         ({"eval_strategy": "epoch", "save_strategy": "epoch"}, {"eval_steps": 24, "save_steps": 24}),
         ({"save_strategy": "no"}, {"save_steps": 0, "do_last_save": False}),
         ({"max_prompt_length": 64}, {"max_prompt_length": 64, "prompt_overflow": "truncate_left"}),
@@ -116,12 +114,6 @@ def test_trl_settings_become_native_ones(settings, expected):
 @pytest.mark.parametrize(
     ("settings", "message", "expected"),
     [
-        ({"entropy_coef": 0.01, "top_entropy_quantile": 0.2}, "where TRL takes it over the kept ones", {}),
-        (
-            {"top_entropy_quantile": 0.2, "gradient_accumulation_steps": 2},
-            "where TRL has one of each of its 2 micro-batches",
-            {},
-        ),
         (
             {"lr_scheduler_type": "constant", "warmup_steps": 10},
             "'constant' has no warm-up",
@@ -153,6 +145,11 @@ def test_settings_that_differ_from_trls_warn(settings, message, expected):
         ({"per_device_train_batch_size": 6, "steps_per_generation": 1}, "6 completions.*not a multiple of num_gen"),
         ({"generation_batch_size": 12}, "must be a multiple of the completions of a micro-batch, 8"),
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "both set"),
+        ({"gradient_accumulation_steps": 3, "steps_per_generation": 4}, "4 must be a multiple of .* 3, or with num_it"),
+        (
+            {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 2},
+            "end where generations do",
+        ),
         ({"optim": "galore_adamw"}, "optim 'galore_adamw' is not supported; choose from adamw"),
         ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "are not supported; choose from min_lr"),
         ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"min_lr": 1e-7}}, "'constant' never reaches min_lr"),
@@ -196,15 +193,12 @@ def test_evaluations_are_sampled_as_rollouts_are():
         ({"vllm_mode": "server", "vllm_server_port": 9000}, r"server at http://127\.0\.0\.1:9000", {}),
         ({"vllm_server_host": ""}, "own engine", {"rollout_servers": (), "rollout_correction": "none"}),
         ({"vllm_tensor_parallel_size": 2}, "own engine", {"decoding_tp": 2}),
-        ({"use_vllm": False, "vllm_tensor_parallel_size": 2}, "it needs use_vllm=True", {"decoding_tp": 1}),
         ({"vllm_mode": "server", "vllm_tensor_parallel_size": 2}, "the server decides how", {"decoding_tp": 1}),
         ({"vllm_importance_sampling_mode": "token_truncate"}, "own engine",
          {"rollout_correction": "token_truncate", "rollout_correction_max": 3.0}),
         ({"vllm_importance_sampling_clip_max": 2.0}, "own engine",
          {"rollout_correction": "sequence_mask", "rollout_correction_max": 2.0}),
         ({"vllm_structured_outputs_regex": "[0-9]+"}, "", {"regex": "[0-9]+", "rollout_correction": "sequence_mask"}),
-        ({"vllm_guided_decoding_regex": "[0-9]+"}, "", {"regex": "[0-9]+"}),
-        ({"use_vllm": False, "vllm_structured_outputs_regex": "a"}, "no effect without use_vllm", {"regex": None}),
     ],
     ids=str,
 )  # fmt: skip
@@ -241,13 +235,13 @@ def test_easydel_settings_become_native_ones():
     given = {"model_name": "math", "save_directory": "gs://bucket/runs", "total_batch_size": 16, "report_steps": 2}
     given |= {"num_return_sequences": 4, "clip_grad": 1.0, "save_total_limit": 0, "log_steps": 5, "track_memory": True}
     given |= {"optimizer": ed.EasyDeLOptimizers.LION, "scheduler": ed.EasyDeLSchedulers.COSINE, "use_wandb": True}
-    given |= {"learning_rate_end": 6e-7, "progress_bar_type": "json", "weight_distribution_log_steps": 50}
+    given |= {"learning_rate_end": 6e-7, "progress_bar_type": "json"}
     with pytest.warns(CompatWarning, match="report_steps=2 changes nothing"):
         config = ed.GRPOConfig(**given, wandb_name="first try").to_native()
     expected = {"report_to": ("wandb",), "run_name": "first try", "project": "EasyDeL-math", "track_memory": True}
     expected |= {"output_dir": "gs://bucket/runs/math", "prompts_per_step": 16, "num_generations": 4}
     expected |= {"optimizer": "lion", "lr_scheduler_type": "cosine", "learning_rate_end": 6e-7, "max_grad_norm": 1.0}
-    expected |= {"progress_bar": "json", "logging_steps": 5, "save_total_limit": 0, "weight_distribution_log_steps": 50}
+    expected |= {"progress_bar": "json", "logging_steps": 5, "save_total_limit": 0}
     assert {name: getattr(config, name) for name in expected} == expected
     with pytest.warns(CompatWarning, match="learning_rate_end=1e-07 changes nothing in groupax without a scheduler"):
         ed.GRPOConfig(learning_rate_end=1e-7).to_native()
@@ -261,8 +255,8 @@ def test_easydel_sampling_comes_from_the_config_and_then_from_the_inference():
         config = with_sampling(ed.GRPOConfig(top_k=5, temperature=0.5), inference).to_native()
     assert (config.max_completion_length, config.num_generations, config.top_k) == (9, 3, 5)
     assert (config.temperature, config.repetition_penalty) == (0.5, 1.1)
-    with pytest.warns(CompatWarning, match="vInference's seed=1 changes nothing in groupax: set seed in GRPOConfig"):
-        ed.vInference(None, seed=1)
+    with pytest.raises(ValueError, match="greedy completions of a prompt do not differ"):
+        ed.vInference(None, do_sample=False)
     with pytest.raises(TypeError, match="no setting 'max_new_token'; did you mean max_new_tokens"):
         ed.vInference(None, max_new_token=9)
 
@@ -284,8 +278,6 @@ def test_what_scripts_say_to_a_model_before_training(folder):
         assert (copied.vocab_size, copied.hidden_size) == (13, 32)
     with pytest.raises(AttributeError, match="num_hidden_layers of a loaded model's config cannot be set"):
         model.config.num_hidden_layers = 1
-    with pytest.raises(AttributeError, match="no 'hidden_sise'; did you mean hidden_size"):
-        _ = model.config.hidden_sise
 
 
 @pytest.mark.heavy
@@ -362,8 +354,7 @@ def test_where_completions_of_generate_end(folder):
     assert model.generate(prompt, max_new_tokens=8, eos_token_id=[12])[0, 3:].tolist() == unlimited
     with pytest.raises(ValueError, match="have 3 tokens, so max_length=3 leaves no room"):
         model.generate(prompt, max_length=3)
-    with pytest.warns(CompatWarning, match="max_length=9 changes nothing: max_new_tokens=1 is used"):
-        assert model.generate(prompt, max_length=9, max_new_tokens=1).shape == (1, 4)
+    assert model.generate(prompt, max_length=9, max_new_tokens=1).shape == (1, 4)
 
 
 @pytest.mark.parity
@@ -375,15 +366,18 @@ def test_defaults_of_generate_are_those_of_transformers():
     assert {name: defaults.get(name) for name in GENERATION} == {**GENERATION, "max_length": 20}
 
 
+QLORA = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
+
 def test_quantization_settings():
     with pytest.warns(CompatWarning, match="4-bit weights are nf4 with double quantization"):
         assert hf.base_weights({"load_in_4bit": True}) == "nf4"
     for ignored in ({"llm_int8_skip_modules": ["lm_head"]}, {"bnb_4bit_compute_dtype": "float16"}):
         with pytest.warns(CompatWarning, match=f"{next(iter(ignored))}=.* changes nothing in groupax"):
-            assert hf.base_weights({"load_in_8bit": True, **ignored}) == "int8"
-    assert hf.base_weights(hf.BitsAndBytesConfig(load_in_8bit=True)) == "int8"
-    with pytest.raises(ValueError, match="neither load_in_4bit nor load_in_8bit"):
-        hf.base_weights({"bits": 4})
+            assert hf.base_weights({**QLORA, **ignored}) == "nf4"
+    assert hf.base_weights(hf.BitsAndBytesConfig(**QLORA)) == "nf4"
+    with pytest.raises(ValueError, match="does not set load_in_4bit, the only quantization"):
+        hf.base_weights({"load_in_8bit": True})
     with pytest.raises(TypeError, match="bnb_4bit_quant_typ"):
         hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_typ="nf4")
     with pytest.raises(ValueError, match="does not support the LoRA settings use_dora"):
@@ -402,7 +396,7 @@ def test_easydel_models(folder):
     with pytest.warns(CompatWarning) as warned:
         model = load(sharding_axis_dims=(1, -1, 1, 1, 1), param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
     text = " ".join(str(each.message) for each in warned)
-    assert "attn_softmax_dtype=bfloat16: groupax computes the softmax of attention in float32" in text
+    assert "changes nothing in groupax: attention weights are computed in float32" in text
     assert model.model.params["layers"][0]["gate"].addressable_shards[0].data.shape[1] * 4 == 32
     settings = {"gradient_checkpointing": "full", "kv_cache_dtype": "bfloat16", "dtype": "bfloat16"}
     assert model.trainer_settings == {**settings, "attn_implementation": "plain"}
@@ -453,18 +447,18 @@ def test_a_trl_trainer_with_callbacks_and_the_run_state(folder, tmp_path):
             control.should_training_stop = state.global_step == 2
             return control
 
-        def on_substep_end(self, args, state, control, **more):
-            raise AssertionError
+        def on_epoch_end(self, args, state, control, **more):
+            calls.append(("epoch", state.global_step))
 
     def reward(completions, trainer_state, **kwargs):
         states.append((trainer_state.global_step, trainer_state.max_steps))
         return [float(text.count("a")) for text in completions]
 
     trainer = trl.GRPOTrainer(str(folder), partial(reward), a_config(tmp_path), PROMPTS, callbacks=[Watch()])
-    with pytest.warns(CompatWarning, match="Watch's on_substep_end will not be called"):
-        out = trainer.train()
+    out = trainer.train()
     assert out.global_step == trainer.state.global_step == 2
-    assert calls == ["begin", ("log", 1, True), ("log", 2, True), ("log", 2, False)]  # the last one is of the whole run
+    expected = ["begin", ("log", 1, True), ("log", 2, True), ("epoch", 2), ("log", 2, False)]
+    assert calls == expected  # the last line is of the whole run
     assert states == [(0, 3), (1, 3)]
     assert [line["step"] for line in trainer.state.log_history] == [1, 2, 2]
     (tmp_path / "saved").mkdir()

@@ -8,11 +8,10 @@ import pytest
 
 from groupax import load_model
 from groupax.compat import trl
-from groupax.compat.callbacks import State
-from groupax.compat.trl.layout import TRLFolders, check_output_dir, checkpoint_to_resume, folders_of
+from groupax.compat.trl.layout import check_output_dir, checkpoint_to_resume
 from groupax.runs.checkpoints.choose import split_path, store_of
-from groupax.runs.checkpoints.store import HF, LocalStore
-from groupax.runs.report.record import read_run
+from groupax.runs.checkpoints.store import HF
+from groupax.runs.report import read_run
 from groupax.satellites.view.runs import Runs
 from tests.training.test_trainer import PROMPTS
 
@@ -104,9 +103,10 @@ def test_checkpoints_are_models_with_the_state_of_the_trainer(folder, tmp_path):
 
 @pytest.mark.heavy
 def test_callbacks_may_ask_for_checkpoints_and_the_best_one_is_loaded_at_the_end(folder, tmp_path):
-    watch = Watch({1: ["should_save", "should_evaluate"], 2: ["should_save", "should_evaluate"]})
+    watch = Watch({1: ["should_save", "should_evaluate"]})
     settings = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "num_generations_eval": 2}
-    trainer = a_trainer(folder, tmp_path, [watch], PROMPTS[:1], save_strategy="no", **settings)
+    settings |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
+    trainer = a_trainer(folder, tmp_path, [watch], PROMPTS[:1], **settings)
     trainer.train()
     assert [*watch.saved] == watch.evaluated == [1, 2]
     losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
@@ -115,30 +115,9 @@ def test_callbacks_may_ask_for_checkpoints_and_the_best_one_is_loaded_at_the_end
     np.testing.assert_array_equal(trainer.model.model.params["layers"][0]["q"], watch.saved[best])
 
 
-@pytest.mark.parametrize(
-    ("steps", "best", "limit", "kept"),
-    [
-        ([1, 2, 3, 4], None, 2, [3, 4]),
-        ([1, 2, 3, 4], 2, 3, [2, 3, 4]),
-        ([1, 2, 3], 1, 1, [1, 3]),
-        ([1, 2], 1, None, [1, 2]),
-    ],
-    ids=str,
-)
-def test_checkpoints_are_kept_as_transformers_keeps_them(tmp_path, steps, best, limit, kept):
-    for step in steps:
-        (tmp_path / HF.name_of(step) / HF.inside).mkdir(parents=True)
-    (tmp_path / "checkpoint-9").mkdir()  # of another program
-    state = State(best_global_step=best)
-    flow = TRLFolders(tmp_path, state, limit=limit)
-    flow.note_best(steps[-1])
-    assert state.best_model_checkpoint == (best and str(tmp_path / f"checkpoint-{best}"))
-    flow.rotate(limit)
-    assert LocalStore(tmp_path, HF).steps() == kept
-    assert (tmp_path / "checkpoint-9").is_dir()
-
-
 def test_output_folders_with_models_of_other_programs_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="output_dir gs://bucket/run is a bucket, and TRL's layout needs a local"):
+        check_output_dir("gs://bucket/run")
     check_output_dir(tmp_path / "none")
     (tmp_path / "tokenizer.json").write_text("{}")
     check_output_dir(tmp_path)
@@ -150,31 +129,22 @@ def test_output_folders_with_models_of_other_programs_are_refused(tmp_path):
 
 def test_what_a_run_may_continue_from(tmp_path):
     with pytest.raises(ValueError, match=r"resume_from_checkpoint=True: .* has no checkpoint"):
-        checkpoint_to_resume(True, str(tmp_path))
+        checkpoint_to_resume(True, tmp_path)
     (tmp_path / "checkpoint-5").mkdir()
     (tmp_path / "checkpoint-5" / "trainer_state.json").write_text("{}")
     with pytest.raises(ValueError, match=r"groupax did not write.*pass it as model"):
-        checkpoint_to_resume(str(tmp_path / "checkpoint-5"), str(tmp_path))
+        checkpoint_to_resume(str(tmp_path / "checkpoint-5"), tmp_path)
     for step in (5, 12):
         (tmp_path / HF.name_of(step) / HF.inside).mkdir(parents=True)
-    assert checkpoint_to_resume(True, str(tmp_path)) == str(tmp_path / "checkpoint-12")
-    assert checkpoint_to_resume("there/checkpoint-5", str(tmp_path)) == "there/checkpoint-5"
+    assert checkpoint_to_resume(True, tmp_path) == str(tmp_path / "checkpoint-12")
+    assert checkpoint_to_resume("there/checkpoint-5", tmp_path) == "there/checkpoint-5"
     assert split_path("there/checkpoint-5/") == ("there", 5)
     assert split_path("checkpoint-5") == (".", 5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"save_strategy": "best"}, "save_strategy 'best' needs metric_for_best_model"),
-        ({"eval_strategy": "steps", "save_strategy": "epoch"}, "set eval_strategy 'steps' and save_strategy 'epoch'"),
-        ({"eval_strategy": "steps", "eval_steps": 2, "save_steps": 3}, "save_steps 3 is not a multiple"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_settings_of_the_best_checkpoint_that_contradict_each_other(settings, message):
-    args = trl.GRPOConfig("here", load_best_model_at_end="best" not in settings.values(), **settings)
-    with pytest.raises(ValueError, match=message):
-        args.to_native()
-    with pytest.raises(ValueError, match=r"output_dir gs://bucket/run is a bucket, .* need a local folder"):
-        folders_of(args, "gs://bucket/run", State())
+@pytest.mark.parametrize("settings", [{"save_strategy": "best"}, {"load_best_model_at_end": True}], ids=str)
+def test_the_best_checkpoint_needs_evaluations(settings):
+    with pytest.raises(ValueError, match="the best checkpoint needs evaluations; set eval_strategy"):
+        trl.GRPOConfig("here", **settings).to_native()
+    native = trl.GRPOConfig("here", eval_strategy="steps", **settings).to_native()
+    assert (native.metric_for_best_model, native.greater_is_better) == ("eval_loss", False)

@@ -2,25 +2,21 @@
 
 import json
 
-import datasets
 import numpy as np
 import pytest
 
-from groupax.compat import hf, trl
+from groupax.compat import trl
 from groupax.compat.callbacks import CallbackListener, State
-from groupax.compat.fields import CompatWarning
 from groupax.compat.trl.base import BaseTrainer
-from groupax.compat.trl.policy import check_generate
-from groupax.compat.trl.streams import check_streams, evaluation_rows, training_rows
 from groupax.events import RunEnded, RunStarted, StepEnded
 from tests.training.test_trainer import PROMPTS, count_a
 
 from .conftest import a_config
 
 
-def a_trainer(folder, tmp_path, eval_dataset=None, callbacks=None, reward_funcs=count_a, **settings):
+def a_trainer(folder, tmp_path, eval_dataset=None, callbacks=None, **settings):
     config = a_config(tmp_path, **{"logging_steps": 2, **settings})
-    return trl.GRPOTrainer(str(folder), reward_funcs, config, PROMPTS, eval_dataset, callbacks=callbacks)
+    return trl.GRPOTrainer(str(folder), count_a, config, PROMPTS, eval_dataset, callbacks=callbacks)
 
 
 def test_the_last_line_of_a_log_is_about_the_run_and_the_steps_since_the_line_before(tmp_path):
@@ -53,7 +49,7 @@ def test_the_last_line_of_a_log_is_about_the_run_and_the_steps_since_the_line_be
 
 def test_metrics_and_the_state_are_printed_and_saved_as_by_transformers(tmp_path, capsys):
     reports = BaseTrainer()
-    reports.args, reports._output_dir, reports.state = None, str(tmp_path / "run"), State(global_step=3)
+    reports.args, reports._output_dir, reports.state = None, tmp_path / "run", State(global_step=3)
     reports.log_metrics("train", {"train_runtime": 3723.456, "train_loss": 0.123456})
     assert capsys.readouterr().out.splitlines() == [
         "***** train metrics *****",
@@ -68,23 +64,6 @@ def test_metrics_and_the_state_are_printed_and_saved_as_by_transformers(tmp_path
     assert (read["train_results"], read["test_results"]) == ({"train_loss": 0.5}, {"test_loss": 1.0})
     assert read["all_results"] == {"train_loss": 0.5, "eval_loss": None}
     assert read["trainer_state"]["global_step"] == 3
-
-
-def test_what_a_stream_cannot_be_used_for_is_refused():
-    def rows(stream, **settings):
-        args = trl.GRPOConfig("out", **settings)
-        return training_rows(stream, args, args.schedule())
-
-    stream = datasets.IterableDataset.from_generator(lambda: ({"prompt": str(index)} for index in range(1)))
-    with pytest.raises(ValueError, match="set max_steps"):
-        rows(stream)
-    with pytest.raises(ValueError, match="has 1 rows, fewer than the 2 prompts of a generation"):
-        rows(stream, max_steps=3, per_device_train_batch_size=16)
-    with pytest.warns(CompatWarning):
-        dispatching = trl.GRPOConfig("out", accelerator_config={"dispatch_batches": True})
-    with pytest.raises(ValueError, match="require `dispatch_batches=False`"):
-        check_streams(dispatching, PROMPTS, {"a": stream})
-    assert evaluation_rows({"a": stream, "b": PROMPTS}) == {"a": [{"prompt": "0"}], "b": PROMPTS}
 
 
 @pytest.mark.heavy
@@ -116,45 +95,14 @@ def test_an_evaluation_has_trls_metrics_and_leaves_training_as_it_is(folder, tmp
 
 
 @pytest.mark.heavy
-def test_what_scripts_read_of_a_trainer(folder, tmp_path, caplog):
-    def reward(completions, **columns):
-        return [None] * len(completions)
-
+def test_what_scripts_read_of_a_trainer(folder, tmp_path):
     adaptive = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_coef_delta": 0.005, "entropy_target": 99.0}
-    trainer = a_trainer(folder, tmp_path, reward_funcs=reward, beta=0.1, epsilon=0.3, **adaptive)
-    before = np.asarray(trainer.ref_model.model.params["embed"])
+    trainer = a_trainer(folder, tmp_path, beta=0.1, **adaptive)
     trainer.train()
-    assert "All reward functions returned None for the following kwargs:" in caplog.text
     assert trainer.entropy_coef == pytest.approx(0.01 + 3 * 0.005)
-    assert (trainer.epsilon_low, trainer.epsilon_high, trainer.beta) == (0.3, 0.3, 0.1)
-    np.testing.assert_array_equal(trainer.ref_model.model.params["embed"], before)
+    assert trainer.beta == 0.1
     with pytest.raises(AttributeError, match="no attribute 'bet'; did you mean beta"):
         _ = trainer.bet
-
-
-def test_a_model_with_a_generate_of_its_own_is_refused(folder, tmp_path):
-    trainer = a_trainer(folder, tmp_path, eval_dataset=PROMPTS[:2])
-    check_generate(trainer.model)
-    trainer.model.generate = lambda **inputs: inputs["input_ids"]
-    for run in (trainer.train, trainer.evaluate):
-        with pytest.raises(ValueError, match=r"generate of its own, .* sample with it in a rollout_func"):
-            run()
-    with pytest.raises(ValueError, match="generate of its own"):
-        check_generate(type("Own", (hf.CausalLM,), {"generate": print})(trainer.native.model))
-
-
-@pytest.mark.parity
-def test_streams_are_read_in_trls_order():
-    repeat = pytest.importorskip("trl.trainer.utils").repeat_iterable_dataset
-    stream = datasets.IterableDataset.from_generator(lambda: ({"prompt": str(index)} for index in range(11)))
-    args = trl.GRPOConfig("out", max_steps=9, per_device_train_batch_size=16)
-    ours = [row["prompt"] for row in training_rows(stream, args, args.schedule())]
-    theirs = repeat(stream.shuffle(seed=args.seed), mini_repeat_count=8, batch_size=2, repeat_count=1)
-    read = []
-    for epoch in range(2):
-        theirs.set_epoch(epoch)
-        read += [row["prompt"] for row in theirs][::8]
-    assert ours == read[:18]
 
 
 @pytest.mark.heavy
@@ -168,9 +116,8 @@ def test_settings_of_the_start_and_the_end_of_train_take_part(folder, tmp_path, 
 
     monkeypatch.setattr("groupax.compat.trl.base.push_folder", push)
     settings = {"eval_on_start": True, "push_to_hub": True, "hub_model_id": "me/model", "hub_private_repo": True}
-    settings |= {"max_steps": 1, "per_device_eval_batch_size": 16}
+    settings |= {"max_steps": 1}
     trainer = a_trainer(folder, tmp_path, eval_dataset=PROMPTS[:2], **settings)
-    assert trainer.native.eval_batch_size % 16 == 0
     trainer.train()
     assert done == ["evaluated", ("me/model", True)]
     trainer.args.resume_from_checkpoint = "there/checkpoint-5"

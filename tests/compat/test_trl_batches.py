@@ -35,7 +35,7 @@ class Counting(TRLBatchTrainer):
         self.learner.update, self.collector.collect = self.made, self.collected
         return self
 
-    def collected(self, cursor, num_wanted=1):
+    def collected(self, cursor):
         visited = self.collector.visited(cursor.num_prompts, self.schedule.prompts_per_rollout)
         G = self.args.num_generations
         groups = [

@@ -8,16 +8,12 @@ from groupax.compat.trl import rewards
 TEXTS = (r"\boxed{\frac{1}{3}}", r"\boxed{\frac{1}{2}}", "<think>\na\n</think>\n$\\boxed{4}$", "4", "<think>x", "")
 SOLUTIONS = (r"\frac{1}{3}", r"\frac{1}{3}", "$4$", "4", "hello", "$4$")
 COMPLETIONS = [[{"role": "assistant", "content": text}] for text in TEXTS]
-IDS = [[1] * 50, [5, 6, 7], [1, 2, 1, 2, 1, 2], [1] * 90, [1] * 101, []]
 
 
 def _results(module):
     logged = {}
     results = {
         "accuracy": module.accuracy_reward(COMPLETIONS, list(SOLUTIONS), log_extra=logged.__setitem__),
-        "reasoning": module.reasoning_accuracy_reward(COMPLETIONS, list(SOLUTIONS), task="unknown columns are ignored"),
-        "delimiters": module.reasoning_accuracy_reward(COMPLETIONS, list(SOLUTIONS), [r"\boxed", "a"]),
-        "cosine": module.get_cosine_scaled_reward(100)(COMPLETIONS, list(SOLUTIONS), IDS),
     }
     return results, logged
 

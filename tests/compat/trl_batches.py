@@ -12,27 +12,22 @@ import warnings
 from pathlib import Path
 
 FILE = Path(__file__).parents[1] / "golden" / "trl_batches.json"
-PDB, GA, SPG, GBS, G, MU = (
+PDB, GA, SPG, G, MU = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "steps_per_generation",
-    "generation_batch_size",
     "num_generations",
     "num_iterations",
 )
 # Prompts in the dataset, and settings.
 CASES = [
-    (36, {PDB: 6, GA: 3, SPG: 4, G: 4, MU: 2}),  # 48 steps
     (10, {}),
     (20, {PDB: 4, GA: 8, G: 4}),
     (35, {PDB: 8, GA: 4, G: 2, MU: 4, "num_train_epochs": 2}),
     (17, {PDB: 4, GA: 2, SPG: 8, G: 4}),
-    (9, {PDB: 4, GA: 3, GBS: 32, G: 8}),
-    (7, {PDB: 2, GA: 4, SPG: 2, G: 4, "shuffle_dataset": False}),
     (11, {PDB: 8, G: 4, "max_steps": 12, "seed": 7}),
     (13, {PDB: 8, G: 4, "num_train_epochs": 1.5}),
     (6, {PDB: 4, SPG: 2, G: 8, MU: 3, "num_train_epochs": 1}),
-    (23, {PDB: 8, GA: 5, SPG: 3, G: 4, MU: 2, "num_train_epochs": 2, "seed": 3}),
 ]
 
 

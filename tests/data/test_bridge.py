@@ -40,7 +40,6 @@ ONE_CALL = "{% for m in messages if m.tool_calls | length > 1 %}{{ raise_excepti
 NO_RESULTS = HERMES.replace("m.role == 'tool'", "false").replace(
     "{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}"
 )
-COUNTS = HERMES.replace("<|im_start|>{{ m.role }}", "<|im_start|>{{ m.role }} {{ loop.index }}")
 LOOK_ALIKES = ["<|im_end|>", "<|im_start|>assistant\n", "</tool_response>", "<tool_call>", "<|im_end|", "im_start|>"]
 TRICKY = [*LOOK_ALIKES, "", " ", "\n\n", "é", "👩‍👩‍👧", "\x00", "\\n", '"', "{{ x }}", "{% raw %}"]
 TRICKY += ["groupaxsentinel", "groupaxhole0x"]
@@ -180,7 +179,6 @@ def test_parallel_results_stand_in_order_even_if_the_template_writes_one_call():
         (None, "no chat template"),
         (CHAT_TEMPLATES["chatml"], "the chat template does not write them"),
         (NO_RESULTS, "cannot write 1 new messages with the role tool"),
-        (COUNTS, "depends on the turns before"),
     ],
 )
 def test_templates_that_cannot_be_continued_are_refused(template, fault):

@@ -83,9 +83,6 @@ def test_trls_names_point_to_ours():
         ({"use_kl_in_reward": True}, "use_kl_in_reward needs a reference, and beta is 0"),
         ({"reward_clip_range": (1.0, 1.0)}, "a lower and a higher number"),
         ({"reward_clip_range": (0.0, 1.0), "multi_objective_aggregation": "normalize_then_sum"}, "clips the sum"),
-        ({"reward_clip_range": (0.0, 1.0), "turn_credit": "returns"}, "set reward_clip_range to None"),
-        ({"use_kl_in_reward": True, "beta": 0.1, "turn_credit": "returns"}, "turn_credit 'returns' does not use"),
-        ({"importance_sampling_level": "sequence_sum", "turn_credit": "returns"}, "undoes turn_credit"),
         ({"max_staleness": 1}, "set rollout_correction, e.g. to 'token_truncate'"),
         ({"max_staleness": -1}, "max_staleness must be between 0 and"),
         ({"mesh": "2,2"}, "five numbers"),
@@ -93,7 +90,6 @@ def test_trls_names_point_to_ours():
         ({"mesh": "-1,-1,1,1,1"}, "one may be -1 for the rest"),
         ({"mesh": "0,1,1,1,1"}, "at least 1"),
         ({"mesh_dcn": "2,-1,1,1,1"}, r"mesh_dcn must be numbers of slices, all at least 1, got '2,-1,1,1,1'"),
-        ({"decoding_tp": 2, "decoding_weights": "int8"}, "decoding_weights 'int8' are replicated on every device"),
         ({"decoding_tp": 2, "base_weights": "nf4", "lora_r": 4}, "base_weights 'nf4' are replicated on every device"),
         (
             {"decoding_tp": 2, "max_staleness": 1, "rollout_correction": "token_truncate"},
@@ -104,8 +100,6 @@ def test_trls_names_point_to_ours():
         ({"regex": "a"}, "with regex completions are sampled from another distribution"),
         ({"offload_reference": True}, "offload_reference needs a reference, and beta is 0; set beta above 0"),
         ({"attn_implementation": "flash"}, "attn_implementation must be one of auto, plain, fused, got 'flash'"),
-        ({"reward_workers_on": "ray"}, "reward_workers_on is 'ray', but reward_workers is 0"),
-        ({"reward_workers_on": "slurm", "reward_workers": 1}, "reward_workers_on must be one of processes, ray, got"),
         ({"rollout_servers": "host:8000"}, "rollout_servers must be addresses like http://host:port, got 'host:8000'"),
     ],
     ids=str,
@@ -160,7 +154,7 @@ def test_every_bad_setting_is_refused_where_it_is_given_or_can_work():
 
 def test_lists_paths_and_numpys_numbers_are_settings_too(tmp_path):
     settings = {"output_dir": tmp_path, "learning_rate": np.float64(0.5), "max_steps": np.int32(3)}
-    assert GRPOConfig(report_to="jsonl", lora_r=1, lora_target_modules="q_proj").report_to == ("jsonl",)
+    assert GRPOConfig(report_to="wandb", lora_r=1, lora_target_modules="q_proj").report_to == ("wandb",)
     config = GRPOConfig(reward_weights=[1, 0.5], **settings)
     assert config == GRPOConfig(reward_weights=(1, 0.5), output_dir=str(tmp_path), learning_rate=0.5, max_steps=3)
     assert json.loads(json.dumps(config.to_dict()))["output_dir"] == str(tmp_path)

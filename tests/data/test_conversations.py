@@ -75,7 +75,6 @@ def test_places_are_for_one_set_of_weights_and_divide_the_memory(engine):
     engine.params = jax.tree.map(lambda x: x * 1.5, engine.params)
     turn(session, np.concatenate([PROMPT, first.tokens]).astype(np.int32), place)
     assert engine.prefixes.num_reused_tokens == reused
-    assert len(engine.prefixes) == 0, "none is stored where other conversations would find it"
     assert sum(each.max_tokens for each in engine.session().converse(7, 100, 30)) * engine.bytes_per_token <= 1 << 22
 
 

@@ -1,6 +1,5 @@
 """Devices that share the weights to decode with sample what a device with all of them does."""
 
-import asyncio
 from collections import Counter
 from dataclasses import replace
 from itertools import chain
@@ -11,17 +10,16 @@ import pytest
 
 from groupax import Engine, SamplingParams, init_model, load_model, save_model
 from groupax.cli.main import main
-from groupax.cli.serve import Serve, engines_of, models_of
+from groupax.cli.serve import Serve, engine_of, models_of
 from groupax.engine.batch import Batch
 from groupax.engine.decode import DecodeSettings, decode_chunk
-from groupax.models.adapted import apply_adapter
-from groupax.models.lora import LoRAConfig, adapter_config_dict, adapter_specs
+from groupax.models.lora import LoRAConfig
 from groupax.models.specs import model_specs
 from groupax.models.weights.checkpoint import add_adapter, reshard
 from groupax.models.weights.saving import host_tensors, param_leaves, save_adapter
 from groupax.parallel.mesh import make_mesh
 from groupax.serve.loop import EngineLoop
-from groupax.serve.remote import bytes_of, manifest_of
+from groupax.serve.remote import bytes_of
 from groupax.serve.weights import Weights
 from tests.conftest import LATENTS, TINY, assert_trees_match, one_device_mesh, rest_heavy
 from tests.data.test_config_and_data import a_tokenizer
@@ -138,11 +136,6 @@ def test_a_token_takes_two_sums_per_layer_and_its_logits(mesh, tp):
         ({}, {"tp": 0}, "decoding with tp 0 needs a multiple"),
         ({}, {"tp": 4}, r"with tp 4: not divisible by it: kv_heads \(2\); choose a smaller tp"),
         ({"model_type": "olmo2"}, {"tp": 2}, r"heads \(1\) and kv_heads \(1\)"),
-        (
-            {},
-            {"tp": 2, "weights": "int8"},
-            "weights in int8 are replicated on every device: decode with tp 1 instead of 2",
-        ),
     ],
 )
 def test_what_devices_cannot_share_is_told(change, settings, message, tmp_path):
@@ -168,7 +161,7 @@ def folder(tmp_path_factory):
     model = sharpened(init_model({**ONE_LAYER, "vocab_size": 17}, mesh=one_device_mesh()))
     tokenizer = a_tokenizer(eos_token="<eos>")
     save_model(model, folder / "model", tokenizer)
-    adapted = add_adapter(load_model(folder / "model"), LoRAConfig(r=2, lora_dropout=0.1, modules_to_save=["norm"]))
+    adapted = add_adapter(load_model(folder / "model"), LoRAConfig(r=2, lora_dropout=0.1))
     trained = jax.tree.map(lambda x: x + 0.3, adapted.adapter.trained)
     save_adapter(replace(adapted, adapter=replace(adapted.adapter, trained=trained)), folder / "adapter")
     return folder
@@ -196,41 +189,21 @@ def test_a_server_holds_its_models_in_parts(folder):
         model=str(folder / "model"), name="base", adapter=(f"adapted={folder / 'adapter'}",), kv_cache_gb=0.1, tp=2
     )
     models, one_each = models_of(command), models_of(replace(command, tp=1))
-    engines, expected = engines_of(command, models), engines_of(replace(command, tp=1), one_each)
+    engine, expected = engine_of(command, models), engine_of(replace(command, tp=1), one_each)
     assert dict(models["base"].mesh.shape) == {"dp": 2, "fsdp": 1, "ep": 1, "tp": 2, "sp": 1}
-    prompts = engines["base"].encode(["ab", "cab"])
-    downs = [engines["base"].params["layers"][0]["down"], engines["adapted"].params["layers"][0]["down"].base]
-    assert parts(downs[0]) == {(32, 32)}
-    one, other = ({part.data.unsafe_buffer_pointer() for part in down.addressable_shards} for down in downs)
-    assert one == other, "one copy for all"
-    for name, engine in engines.items():
-        assert_same(engine.generate(prompts, PARAMS), expected[name].generate(prompts, PARAMS))
+    prompts, names = engine.encode(["ab", "cab"]), (None, "adapted")
+    assert parts(engine.params["layers"][0]["down"].base) == {(32, 32)}
+    for name in names:
+        assert_same(*(each.generate(prompts, PARAMS, adapter=name) for each in (engine, expected)))
 
-    weights = Weights(EngineLoop(engines, 8), models)
-    lora = one_each["adapted"].adapter
-    trained, base = (jax.tree.map(lambda x: 0.9 * x, each) for each in (lora.trained, one_each["base"].params))
-    specs = adapter_specs(models["base"].config, lora.config)
-    push(weights, "adapted", specs, trained, adapter=adapter_config_dict(lora, models["base"].config))
-    push(weights, "base", model_specs(models["base"].config), base)
-    assert engines["base"].version == 5
-    assert parts(engines["base"].params["layers"][0]["down"]) == {(32, 32)}
-    expected["adapted"].params, expected["base"].params = apply_adapter(lora.frozen, trained), base
-    for name, engine in engines.items():
-        assert_same(engine.generate(prompts, PARAMS), expected[name].generate(prompts, PARAMS))
-
-
-def push(weights, name, specs, params, **given):
-    """Send weights to a server's model."""
-    tensors = host_tensors(specs, param_leaves(specs, params))
-    given |= {"model": name, "version": 5, "replaces": weights.state(name), "tensors": manifest_of(tensors)}
-    upload = weights.take(weights.begin(given)["upload"])
-
-    async def as_they_come():
-        for part in bytes_of(tensors):
-            yield bytes(part)
-
-    received = asyncio.run(weights.received(upload, as_they_come()))
-    weights.take_over(upload, weights.prepared(upload, received))
+    weights, base = Weights(EngineLoop(engine, "base", 8), models["base"]), one_each["base"].params
+    specs = model_specs(models["base"].config)
+    tensors = host_tensors(specs, param_leaves(specs, base))
+    metadata = {"version": "5", "replaces": str(weights.state)}
+    upload = weights.read(np.frombuffer(b"".join(bytes_of(tensors, metadata)), np.uint8))
+    weights.take_over(upload, weights.prepared(upload))
+    assert parts(engine.params["layers"][0]["down"]) == {(32, 32)}
+    assert engine.version == 5
 
 
 # -- whole runs

@@ -1,6 +1,5 @@
-"""Calls that two processes make in turns: python -m tests.episodes.calls_run ADDRESS is the second one."""
+"""Calls that two processes make in turns: python -m tests.episodes.calls_run."""
 
-import pickle
 import sys
 import threading
 import time
@@ -8,7 +7,7 @@ import time
 from groupax.episodes.record import Question, Record
 from groupax.episodes.scheduler import Calls, Task
 from groupax.parallel import processes
-from groupax.parallel.processes import connect_to_primary
+from groupax.parallel.runtime import configure_jax
 from groupax.tools.runner import ToolRunner
 
 
@@ -46,6 +45,5 @@ def outcomes():
 
 
 if __name__ == "__main__":
-    processes._peers = connect_to_primary(1, 2, pickle.loads(bytes.fromhex(sys.argv[1])))
-    print(outcomes())
-    processes._peers.leave()
+    configure_jax()
+    print(outcomes(), file=sys.stderr)

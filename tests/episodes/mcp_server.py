@@ -1,4 +1,4 @@
-"""An MCP server: `python mcp_server.py stdio|PORT [changed]`, with the library mcp in either major version."""
+"""An MCP server: `python mcp_server.py stdio|PORT`, with the library mcp in either major version."""
 
 import os
 import sys
@@ -34,14 +34,6 @@ def fail(reason: str) -> str:
     if reason == "hang":
         time.sleep(100)
     raise ValueError(reason)
-
-
-if sys.argv[2:] and os.path.exists(sys.argv[2]):
-
-    @server.tool()
-    def added() -> str:
-        """Was not there before."""
-        return ""
 
 
 if __name__ == "__main__":

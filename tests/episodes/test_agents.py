@@ -1,4 +1,4 @@
-"""Recipes of agents: their tools, environments and model, and the options of commands for tools and environments."""
+"""The recipe of an agent, and the options of commands for tools and environments."""
 
 import json
 
@@ -7,10 +7,10 @@ import pytest
 from groupax.cli.main import main
 from groupax.episodes.rules import load_environments, load_tools
 from groupax.evaluation.items import read_items
-from groupax.recipes.agents import calculator, guess_number, sql
+from groupax.recipes.agents import calculator
 
 CALCULATOR = "groupax.recipes.agents.calculator:calculator"
-GAME = "groupax.recipes.agents.guess_number:GuessNumber"
+SHOP = "tests.view.test_view_episodes:Shop"
 SMALL = ["--prompts_per_step", "2", "--num_generations", "2", "--max_steps", "1", "--progress_bar", "none"]
 
 
@@ -19,7 +19,7 @@ def write_jsonl(path, rows):
     return str(path)
 
 
-# -- tools and environments of the recipes
+# -- the recipe's tool
 
 
 def test_the_calculator_calculates_and_refuses_what_is_no_arithmetic():
@@ -28,34 +28,6 @@ def test_the_calculator_calculates_and_refuses_what_is_no_arithmetic():
     for expression in ("", "2**9999", "7/2", "a+1", "1.5*2", "True+1", "print(1)", "1+" * 150 + "1", "("):
         with pytest.raises(ValueError, match="expression"):
             calculator.evaluate(expression)
-
-
-def test_a_game_ends_with_the_number():
-    game = guess_number.GuessNumber()
-    game.reset({"number": 5}, seed=0)
-    answers = [game.act({"content": text}) for text in ("3", "six", "6", "5")]
-    assert [step.observation for step in answers] == ["higher", "a number, please", "lower", None]
-    assert [step.reward for step in answers] == [None, None, None, 1.0]
-    assert answers[-1].done
-
-
-@pytest.mark.parametrize(
-    ("query", "message"),
-    [
-        ("DELETE FROM fruits", "not authorized"),
-        ("ATTACH '/tmp/stolen.db' AS other", "not authorized"),
-        ("WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i+1 FROM n) SELECT COUNT(*) FROM n", "not authorized"),
-        ("SELECT randomblob(1000000000)", "too big"),
-        ("SELECT 1; SELECT 2", "one statement"),
-    ],
-)
-def test_queries_only_read(query, message):
-    environment = sql.FruitDatabase()
-    environment.reset({}, seed=3)
-    with pytest.raises(ValueError, match=message):
-        environment.query(query)
-    assert environment.query("SELECT COUNT(*) FROM fruits") == "8"
-    environment.close()
 
 
 # -- references
@@ -83,7 +55,7 @@ def adders():
         (load_tools, ["calculator"], "must be written as 'module:name'"),
         (load_tools, ["tests.episodes.test_agents:adder(amount=three)"], "numbers or quoted texts"),
         (load_environments, ["openev(url='ws://127.0.0.1:1')"], "did you mean openenv"),
-        (load_environments, [GAME, f"game={GAME}"], "different names"),
+        (load_environments, [SHOP, f"shop={SHOP}"], "different names"),
     ],
 )
 def test_wrong_references_are_explained(load, references, message):
@@ -92,18 +64,6 @@ def test_wrong_references_are_explained(load, references, message):
 
 
 # -- the commands
-
-
-@pytest.mark.drawn(1)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.heavy) for name in ("guess_number", "sql")])
-def test_a_recipe_of_agents_runs_one_step(name, tmp_path):
-    module = {"guess_number": guess_number.games(4, 0), "sql": sql.problems(4, 0)}[name]
-    rows = [{**row, "question": row["prompt"][0]["content"]} for row in module]
-    run = tmp_path / "run"
-    dataset = write_jsonl(tmp_path / "rows.jsonl", [{k: v for k, v in row.items() if k != "prompt"} for row in rows])
-    assert main(["train", "--recipe", name, "--dataset", dataset, "--output_dir", str(run), *SMALL]) == 0
-    metrics = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert 1 <= metrics["episodes/turns"] <= 4
 
 
 @pytest.mark.drawn(4, "episodes")

@@ -15,7 +15,7 @@ from groupax.core.errors import RunError
 from groupax.core.settings.rollouts import EpisodeSettings
 from groupax.core.settings.sampling import SamplingParams
 from groupax.episodes.custom import RolloutFunction, Trajectory
-from groupax.episodes.environment import EnvironmentClass, with_observation
+from groupax.episodes.environment import with_observation
 from groupax.episodes.play import Prompts
 from groupax.episodes.rules import make_rules
 from groupax.rollouts.collector import sample_groups
@@ -113,6 +113,33 @@ def test_limits_end_an_episode_with_their_own_reasons():
     [group], _ = played(forever, [add], params=SamplingParams(n=2, max_tokens=150), max_turns=100)
     assert {row.finish_reason for row in group} <= {"length", "tool_result_too_long"}
     assert all(len(row.completion_ids) <= 150 for row in group)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_calls_of_a_turn_run_in_order_unless_all_may_run_at_once(parallel):
+    log = []
+
+    @tool(parallel=True)
+    def slow() -> Step:
+        """Ends the episode, after some time."""
+        time.sleep(0.2)
+        log.append("slow")
+        return Step("end", done=True)
+
+    @tool(parallel=parallel)
+    def fast() -> str:
+        """Does something."""
+        log.append("fast")
+        return "done"
+
+    [[row]], _ = played(
+        lambda *_: call("slow") + call("fast"), [slow, fast], params=SamplingParams(n=1, max_tokens=900)
+    )
+    assert row.finish_reason == "done"
+    first, second = row.turns[0].calls
+    assert first.result == "end"
+    assert log == (["fast", "slow"] if parallel else ["slow"])
+    assert "has ended the episode" in second.result or parallel
 
 
 def test_a_turn_that_is_cut_off_runs_none_of_its_calls():
@@ -265,41 +292,6 @@ class Echo:
         if "bye" in message["content"]:
             return Step("gone", reward=2.0, done=True)
         return message["content"] + "!"
-
-
-class Operator:
-    """Answers calls itself, and scores the length of a message that it has not answered."""
-
-    def reset(self):
-        return None
-
-    def act(self, message):
-        calls = message.get("tool_calls", [])
-        if not calls:
-            return Step(None, done=True)
-        return [{"role": "tool", "tool_call_id": call["id"], "content": str(call["function"])} for call in calls]
-
-    def score(self, message):
-        return 0.0 if message is None else float(len(message["content"]))
-
-
-def test_an_environment_may_answer_calls_itself_and_score_a_message_that_was_cut_off():
-    def answer(text, sample, turn):
-        if sample:
-            return "x" * 300
-        return [call("add", a=1, b=2), call("add", a=1, b=2) + "<tool_call>\n{oops\n</tool_call>", "end"][turn]
-
-    tools = {"add": replace(tools_from([add])["add"], takes_owner=True, function=lambda owner, **_: "not called")}
-    methods = frozenset({"reset", "act", "score"})
-    operator = EnvironmentClass("operator", Operator, tools, methods, answers_calls=True)
-    [[row, cut]], _ = played(answer, environments=operator, max_turn_tokens=200)
-    assert [[(record.result, bool(record.error)) for record in turn.calls] for turn in row.turns] == [
-        [("{'name': 'add', 'arguments': {'a': 1, 'b': 2}}", False)],
-        [("not called", False), (row.turns[1].calls[1].result, True)],
-        [],
-    ]
-    assert (row.finish_reason, row.environment_reward) == ("done", 0.0)
-    assert (cut.finish_reason, cut.environment_reward) == ("turn_length", len(cut.turns[0].text))
 
 
 class GivenUp(Script):

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from groupax import InfrastructureError, mcp
-from groupax.core.errors import RunError
 from groupax.core.settings.sampling import SamplingParams
 from groupax.satellites.environments import mcp_tools
 
@@ -97,14 +96,6 @@ def test_a_server_that_ends_leaves_the_episode_out_and_one_that_hangs_is_a_timeo
     assert "timed out after 2 s" in results(hung)[0][0]
 
 
-def test_tools_that_change_end_the_run(tmp_path):
-    added = tmp_path / "added"
-    tools = mcp(f"{STDIO} {added}")
-    added.touch()
-    with pytest.raises(RunError, match="describes other tools than at the start of the run: added changed"):
-        played(answer, tools, params=TWO)
-
-
 # A server without the library, which can do what the protocol does not allow
 SERVER = """
 import json, sys
@@ -157,6 +148,6 @@ def test_mistakes_are_found_at_the_start():
     with pytest.raises(ValueError, match="has no tool add; it has count, fail, multiply"):
         mcp(STDIO, only=["add"])
     with pytest.raises(InfrastructureError, match=r"cannot be reached"):
-        mcp("stdio:/no/such/program", retries=0)
+        mcp("stdio:/no/such/program")
     with pytest.raises(InfrastructureError, match=r"cannot be reached"):
-        mcp("http://127.0.0.1:1/mcp", retries=0)
+        mcp("http://127.0.0.1:1/mcp")

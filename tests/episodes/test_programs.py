@@ -21,7 +21,7 @@ from groupax.core.settings.rollouts import EpisodeSettings
 from groupax.core.settings.sampling import SamplingParams
 from groupax.episodes.play import Prompts
 from groupax.episodes.program import Listening
-from groupax.episodes.program_server import give_back_server, take_server
+from groupax.episodes.program_server import server_at
 from groupax.episodes.record import Record
 from groupax.episodes.rules import make_rules
 from groupax.rollouts.collector import sample_groups
@@ -37,7 +37,6 @@ ADD = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
     },
 }
-RETRY = {"x-stainless-retry-count": "1"}
 
 
 def post(base_url, path="chat/completions", headers=None, **body):
@@ -216,19 +215,6 @@ def test_the_streams_of_an_unruly_agent_are_those_built_by_hand():
     assert row.num_sampled_tokens == sum(len(written(text)) for name, text in UNRULY.items() if name != "nobody")
 
 
-def test_a_retry_gets_the_answer_of_the_request_before():
-    class Impatient(Unruly):
-        def __call__(self, base_url):
-            self.give_up(base_url, [user("nobody")])
-            return float(said(base_url, [user("nobody")], RETRY)["content"] == "lost")
-
-    agent = Impatient()
-    [row], script = played(agent, n=1, script=SlowFor(lambda *_: "lost", "nobody", agent.gave_up))
-    assert row.environment_reward == 1.0
-    assert len(row.turns) == 1
-    assert len(script.prompts) == 1
-
-
 def test_equal_requests_are_different_turns_with_their_own_randomness():
     keys = []
 
@@ -246,23 +232,6 @@ def test_equal_requests_are_different_turns_with_their_own_randomness():
     assert len(set(keys)) == len(keys) == 3
 
 
-def test_texts_and_token_ids_are_continued_too():
-    def completing(base_url):
-        first = post(base_url, "completions", prompt="once")["choices"][0]["text"]
-        post(base_url, "completions", prompt=f"once{first} and then")
-        ids = post(base_url, "completions", prompt=[5, 6], return_token_ids=True)["choices"][0]["token_ids"]
-        post(base_url, "completions", prompt=[5, 6, *ids, 7])
-
-    [row], _ = played(completing, n=1, score=None)
-    assert row.environment_reward is None
-    [text, ids] = sorted(streams(row), key=lambda each: -len(each[0]))
-    answered = written("yes")
-    assert ids == stream(([5, 6], None), (answered, True), ([7], False), (answered, True))
-    new = TOKENIZER.encode(" and then")
-    assert text == stream((TOKENIZER.encode("once"), None), (answered, True), (new, False), (answered, True))
-
-
-@pytest.mark.heavy
 def test_coroutine_functions_and_commands_are_programs_too():
     async def agent(base_url, word):
         message = await asyncio.to_thread(said, base_url, [user(word)])
@@ -401,19 +370,13 @@ def test_programs_reach_this_machine_by_its_name_or_its_public_url():
     assert Listening("0.0.0.0", 8100, "https://trainer.example/").url(8100) == "https://trainer.example"
 
 
-def test_rollouts_of_a_process_share_a_port_that_is_free_afterwards():
+def test_rollouts_of_a_process_share_a_server():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(RunError, match=f"port {port}"):
-            take_server(Listening(port=port))
-    first, second = (take_server(Listening(port=port)) for _ in range(2))
-    assert first is second
-    give_back_server(first)
+            server_at(Listening(port=port))
+    assert server_at(Listening(port=port)) is server_at(Listening(port=port))
     socket.create_connection(("127.0.0.1", port)).close()
-    give_back_server(second)
-    give_back_server(take_server(Listening(port=port)))
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port))
 
 
 NOTHING = Tool("nothing", len, {"type": "function", "function": {**ADD["function"], "name": "nothing"}})
@@ -424,7 +387,6 @@ NOTHING = Tool("nothing", len, {"type": "function", "function": {**ADD["function
     [
         (lambda: program(len, score="exit"), "score must be"),
         (lambda: program(len, timeout_s=0), "timeout_s"),
-        (lambda: program(len, branches="some"), "branches"),
         (lambda: program(len, env={"A": "b"}), "env is for commands"),
         (lambda: program(len, port=70000), "port must be"),
         (lambda: program(len, host="0.0.0.0", public_url="trainer:8100"), "public_url must be"),

@@ -23,7 +23,7 @@ ATTACKS = {
     "import os\nprint(sorted(os.environ))": "['LC_CTYPE', 'PATH', 'PWD', 'PYTHONHASHSEED']",
     "x = [0] * 10**9": "MemoryError",
     "open('/tmp/big', 'w').write('x' * 10**8)": "File too large",
-    "import os\nfor i in range(10**6): open(f'/tmp/{i}', 'w').close()": "the interpreter has ended",
+    "import os\nfor i in range(10**6): open(f'/tmp/{i}', 'w').close()": "timed out after 1 s",
     "import os\nfor fd in range(20):\n    try: os.write(fd, b'x' * 100)\n    except OSError: pass": "has ended",
     "class E(Exception):\n    def __str__(self): raise E\nraise E": "str() failed",
     "def f(): return f()\nf()": "RecursionError",

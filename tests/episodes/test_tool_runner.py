@@ -1,9 +1,10 @@
-"""Calls that run at once, in order, within limits, whatever the tools do."""
+"""Calls that run at once, within limits, whatever the tools do."""
 
 import asyncio
 import logging
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,17 +22,19 @@ def make(function, name=None, properties=None, **more):
 
 
 def run(runner, *pairs):
-    """The results of one start."""
-    done, found = threading.Event(), []
+    """The results of calls that are started at once."""
+    done, found = threading.Event(), {}
 
-    def on_done(results):
-        found.append(results)
-        done.set()
+    def on_done(index, result):
+        assert index not in found
+        found[index] = result
+        if len(found) == len(pairs):
+            done.set()
 
-    runner.start(list(pairs), on_done)
+    for index, (tool, call) in enumerate(pairs):
+        runner.call_tool(tool, call, partial(on_done, index))
     assert done.wait(20)
-    assert len(found) == 1
-    return found[0]
+    return [found[index] for index in range(len(pairs))]
 
 
 def call(tool, **arguments):
@@ -122,36 +125,24 @@ def test_calls_that_cannot_be_made(runner):
     assert results[5].text == "7"
 
 
-def sleeper(name, seconds, log, is_async=False, parallel=False):
+def sleeper(name, seconds, is_async=False):
     def sync():
-        log.append((name, "start"))
         time.sleep(seconds)
-        log.append((name, "end"))
         return name
 
     async def later():
-        log.append((name, "start"))
         await asyncio.sleep(seconds)
-        log.append((name, "end"))
         return name
 
-    return make(later if is_async else sync, name, parallel=parallel)
+    return make(later if is_async else sync, name)
 
 
-def test_parallel_calls_overlap_and_keep_their_order(runner):
-    log = []
-    tools = [
-        sleeper("slow", 0.4, log, is_async=True, parallel=True),
-        sleeper("fast", 0.05, log, parallel=True),
-        sleeper("slow2", 0.3, log, parallel=True),
-    ]
+def test_calls_overlap(runner):
+    tools = [sleeper("slow", 0.4, is_async=True), sleeper("fast", 0.05), sleeper("slow2", 0.3)]
     start = time.perf_counter()
     results = run(runner, *map(call, tools), (None, ToolCall("x", {})))
     assert time.perf_counter() - start < 0.65
     assert [result.text for result in results[:3]] == ["slow", "fast", "slow2"]
-    log.clear()
-    run(runner, call(tools[1]), call(sleeper("serial", 0.01, log)))
-    assert [name for name, _ in log] == ["fast", "fast", "serial", "serial"]
 
 
 def test_at_most_num_workers_calls_run_at_once():
@@ -165,19 +156,10 @@ def test_at_most_num_workers_calls_run_at_once():
         with lock:
             running[0] -= 1
 
-    tool = make(count, parallel=True)
+    tool = make(count)
     with ToolRunner(num_workers=3, timeout_s=5.0, max_result_bytes=100) as runner:
         run(runner, *[call(tool)] * 20)
     assert most == [3]
-
-
-def test_no_call_is_made_after_the_end_of_the_episode(runner):
-    made = []
-    end, more = make(lambda: Step("end", 1.0, True), "end"), make(lambda: made.append(1), "more")
-    first, second = run(runner, call(end), call(more))
-    assert first.done
-    assert "has ended the episode" in second.error
-    assert made == []
 
 
 def test_hanging_functions_are_abandoned_and_told_once(caplog):
@@ -257,13 +239,13 @@ def test_closing_waits_for_nothing_and_ends_every_start():
 
     with ToolRunner(num_workers=3, timeout_s=60.0, max_result_bytes=100) as runner:
         for tool in (hang, make(sleep), hang, hang, returns("never")):
-            runner.start([call(tool), call(tool)], found.append)
+            runner.call_tool(*call(tool), found.append)
         time.sleep(0.1)
         start = time.perf_counter()
     assert time.perf_counter() - start < 2
     assert len(found) == 5
-    assert all([result.error for result in results] == ["the run has ended"] * 2 for results in found)
+    assert all(result.error == "the run has ended" for result in found)
     runner.close()
     with pytest.raises(RuntimeError, match="the tool runner is closed"):
-        runner.start([], found.append)
+        runner.call_tool(*call(hang), found.append)
     release.set()

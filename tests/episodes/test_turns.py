@@ -21,7 +21,7 @@ from groupax.models.execution import DIRECT
 from groupax.objective.aggregation import Denominators
 from groupax.objective.losses import LossInputs, policy_objective
 from groupax.parallel.mesh import num_data_shards
-from groupax.rewards.lengths import cosine_length, soft_overlong
+from groupax.rewards.lengths import soft_overlong
 from groupax.rewards.text import completion_text
 from groupax.rollouts.completions import completion_metrics
 from groupax.rollouts.state import Experience, masked_ends, row_of
@@ -63,7 +63,6 @@ def an_episode(sample_index=0, spans=((0, 3), (5, 6), (9, 12)), num_tokens=13, *
         "mask": mask,
         "turns": turns,
         "messages": ({"role": "assistant", "content": HOSTILE}, {"role": "tool", "name": "search", "content": "4"}),
-        "turn_advantages": (0.1 + 0.2, -1.0, 2.0)[: len(spans)],
     }
     return Rollout(**{**given, **changes})
 
@@ -96,7 +95,6 @@ def test_a_completion_is_one_turn_of_sampled_tokens_by_default():
         ({"turns": (Turn(0, 6, ""), Turn(5, 12, ""))}, r"must follow each other .* \[\(0, 6\), \(5, 12\)\]"),
         ({"turns": (Turn(0, 14, ""),)}, "must follow each other within its 13"),
         ({"turns": (Turn(0, 6, ""),)}, "token 9 of a rollout is marked as sampled, and it is in none of its 1 turns"),
-        ({"turn_advantages": (1.0,)}, "one number per turn, got 1 for 3 turns"),
     ],
 )
 def test_turns_that_do_not_fit_the_tokens_are_refused(changes, message):
@@ -181,9 +179,9 @@ def model():
     return init_model({**TINY, "num_hidden_layers": 1}, seed=1)
 
 
-CASES = [("grpo", "token"), ("dapo", "sequence_token")]
+CASES = [("grpo", "token"), ("dapo", "sequence")]
 LOSSES = "grpo", "dapo", "cispo", "sapo", "dr_grpo", "luspo"
-CASES += [case for case in itertools.product(LOSSES, ("token", "sequence_token")) if case not in CASES]
+CASES += [case for case in itertools.product(LOSSES, ("token", "sequence")) if case not in CASES]
 
 
 @pytest.mark.parametrize(("loss_type", "level"), rest_heavy(CASES, quick=2))
@@ -222,8 +220,6 @@ def test_length_rewards_count_sampled_tokens_only():
     ids, mask = [[0] * 10, [0] * 10], [[True] * 10, [True] * 4 + [False] * 6]
     assert soft_overlong(ids, max_length=10, buffer=8) == [-1, -1]
     assert soft_overlong(ids, max_length=10, buffer=8, completion_mask=mask) == [-1, -0.25]
-    assert cosine_length(["4", "4"], ids, ["4", "4"], max_length=10, completion_mask=mask)[0] == 0.5
-    assert cosine_length(["4", "4"], ids, ["4", "4"], max_length=10, completion_mask=mask)[1] > 0.5
 
 
 def test_the_answer_of_an_episode_is_the_last_thing_that_the_model_wrote():
@@ -260,7 +256,7 @@ def test_the_rollout_log_keeps_turns_and_the_view_counts_what_was_sampled(tmp_pa
 
 
 def test_a_checkpoint_keeps_episodes_in_progress(tmp_path):
-    groups = [[an_episode(), one_turn()], [an_episode(0, prompt_index=1, turn_advantages=None), one_turn(1)]]
+    groups = [[an_episode(), one_turn()], [an_episode(0, prompt_index=1), one_turn(1)]]
     groups[1][1] = replace(groups[1][1], prompt_index=1)
     experience = Experience(groups, {"reward": 0.5}, {}, first_prompt=0, num_tokens=9)
     write_rollout(experience, tmp_path)

@@ -1,8 +1,6 @@
 """Recipes: rows to prompts, sources that work offline, and the programs and commands that run them."""
 
-import itertools
 import json
-from collections import Counter
 
 import numpy as np
 import pyarrow
@@ -13,7 +11,6 @@ from datasets import Dataset, DatasetDict
 from groupax import init_model, save_model
 from groupax.cli.main import main
 from groupax.cli.train import train_defaults
-from groupax.compat.easydel.scripts.finetune import gsm8k_grpo, numinamath_grpo
 from groupax.core.config import GRPOConfig
 from groupax.data.examples import load_examples
 from groupax.data.files import read_rows
@@ -31,11 +28,8 @@ from groupax.recipes.shapes.scenes import (
     draw,
     example,
     generate,
-    scenes,
 )
-from groupax.rewards.formats import think_answer_correct, think_answer_format
 from groupax.rewards.resolve import resolve_rewards
-from groupax.runs.trackers.tracker import BUILT_IN, PACKAGES
 from groupax.tools.tool import tools_from
 from tests.conftest import TINY
 
@@ -105,7 +99,6 @@ def test_one_recipe_reads_the_mathematics_of_several_sources(tmp_path):
         ("gsm8k", {"answer": "1"}, "no text in a column question, problem or prompt; it has answer"),
         ("gsm8k", {"question": "?"}, "neither a column answer nor a column solution"),
         ("numinamath", {"problem": "?", "answer": " "}, "neither a column answer nor a column solution"),
-        ("tldr_length", {"text": "?"}, "it has no prompt; it has text"),
         ("arithmetic", {"prompt": "1+1="}, "needs the columns prompt and answer"),
     ],
 )
@@ -132,7 +125,7 @@ def test_folders_have_splits(tmp_path):
     assert load_examples(tmp_path / "c")[0] == {"prompt": "d"}
     Dataset.from_list([{"prompt": "e"}]).save_to_disk(tmp_path / "d")
     assert load_examples(tmp_path / "d")[0] == {"prompt": "e"}
-    assert load_recipe("tldr_length").eval_dataset(str(tmp_path / "d")) is None
+    assert load_recipe("numinamath").eval_dataset(str(tmp_path / "d")) is None
 
 
 def test_sources_that_have_no_rows_are_refused_with_what_there_is(tmp_path):
@@ -242,7 +235,6 @@ def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
     told(f"{evaluate}b --max_concurrent_rows 2")
     found = told(f"compare {tmp_path}/a {tmp_path}/b")
     assert "test.greedy: 3 common items" in found
-    assert "95 % intervals by Bonett and Price, p-values by McNemar's exact test: pass@1, reward," in found
     told(f"{evaluate}c --dataset {file} {other} --reward_funcs gsm8k_accuracy xml_count")
     of_format = told(f"{evaluate}d --reward_funcs think_answer_format")
     assert "completion: --correctness_reward think_answer_format" in of_format
@@ -269,51 +261,6 @@ def test_evaluation_sets_and_odd_values_in_a_file(tmp_path, capsys):
         assert message in err
 
 
-# -- the programs of the documents
-
-DOCUMENTED = (
-    "--attn_mechanism vanilla --max_prompt_length 2048 --max_completion_length {length} --beta 0.04 --top_p 0.95 "
-    "--num_return_sequences 4 --total_batch_size {batch} --learning_rate 1e-6 --num_train_epochs 3 --use_wandb"
-)
-
-
-@pytest.mark.drawn(3, "recipes")
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("program", "rows", "more", "weights", "named"),
-    [
-        (gsm8k_grpo, GSM8K_ROWS, "--xml_reward 0.125 --correctness_reward 3.0", [3.0, 0.5, 0.5, 0.5, 0.5],
-         {"rewards/gsm8k_accuracy/mean", "rewards/strict_xml_format/mean"}),
-        (numinamath_grpo, [{"problem": "1/2?", "solution": r"$\boxed{\frac{1}{2}}$"}] * 2, "", [1.0, 0.5],
-         {"rewards/math_accuracy/mean"}),
-    ],
-    ids=["gsm8k", "numinamath"],
-)  # fmt: skip
-def test_programs_with_the_flags_of_documents(base_model, tmp_path, monkeypatch, program, rows, more, weights, named):
-    if program is numinamath_grpo:
-        pytest.importorskip("math_verify")
-    monkeypatch.setitem(BUILT_IN, "wandb", "groupax.runs.trackers.services:JsonLinesTracker")  # takes no installation
-    monkeypatch.delitem(PACKAGES, "wandb")
-    write_jsonl(tmp_path / "data" / "train.jsonl", rows)
-    flags = DOCUMENTED.format(length=64, batch=2) + f" --top_k 50 {more} --temperature 0.9"
-    place = f"--repo_id {base_model} --dataset {tmp_path}/data --max_steps 1 --output_dir {tmp_path}/run"
-    assert program.main(f"{place} {flags}".split()) == 0
-    config, command = (json.loads((tmp_path / "run" / f"{name}.json").read_text()) for name in ("config", "command"))
-    expected = {"prompts_per_step": 2, "num_generations": 4, "top_k": 50, "top_p": 0.95, "beta": 0.04, "max_steps": 1}
-    expected |= {"attn_implementation": "plain", "report_to": ["wandb"], "reward_weights": weights}
-    expected |= {"max_completion_length": 64, "num_train_epochs": 3.0, "temperature": 0.9}
-    assert {name: config[name] for name in expected} == expected
-    assert f"{command['recipe']}_grpo" == program.__name__.rpartition(".")[2]
-    assert (tmp_path / "run" / "tracked.jsonl").exists()
-    [line] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {*named, "pass@4"} <= set(line)
-
-
-def test_a_flag_of_documents_has_no_other_forms(capsys):
-    assert gsm8k_grpo.main(["--use_wandb=false"]) != 0
-    assert "there is no flag --use_wandb" in capsys.readouterr().err
-
-
 SHAPES = (
     Shape(0, "red", "circle", 5, (0, 0)),
     Shape(4, "blue", "square", 7, (0, 0)),
@@ -324,18 +271,9 @@ SHAPES = (
 def test_what_is_asked_for_is_counted():
     scene = Scene(SHAPES, 255, "red")
     assert (scene.question, scene.answer) == ("How many red shapes?", "2")
-    assert scene.description == "red=1 circle;;;;blue square;;;;red=2 square"
     scene = Scene(SHAPES, 255, "square")
     assert (scene.question, scene.answer) == ("How many squares?", "2")
     assert Scene(SHAPES, 255, "green").answer == "0"
-
-
-def test_worked_solutions_get_the_full_reward():
-    drawn = list(itertools.islice(scenes(3), 50))
-    completions = [[{"role": "assistant", "content": scene.worked_solution}] for scene in drawn]
-    assert think_answer_format(completions=completions) == [1.0] * 50
-    assert think_answer_correct(completions=completions, answer=[scene.answer for scene in drawn]) == [1.0] * 50
-    assert len(Counter(scene.answer for scene in drawn)) > 3
 
 
 def test_pictures_show_the_shapes_in_their_cells():

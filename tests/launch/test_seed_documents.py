@@ -130,34 +130,14 @@ def test_python_blocks_run(document, folders, tmp_path):
 
 
 @pytest.mark.long
-def test_the_tutorial_runs_on_ray(folders, tmp_path):
-    """On a cluster that Ray starts for it: one machine, whose chips are only said to be there."""
+def test_the_tutorial_runs(folders, tmp_path):
     pytest.importorskip("math_verify")
-    pytest.importorskip("ray")
     (tmp_path / "grpo_math_finetune.py").write_text(the_block("002", 2, {**folders, "shm": tmp_path}))
-    out = finished(
-        ["bash", "-euc", the_block("002", 3, folders)],
-        tmp_path,
-        RAY_OVERRIDE_RESOURCES='{"TPU": 4}',
-        RAY_USAGE_STATS_ENABLED="0",
-    )
-    assert "(host 0 " in out
+    finished(["bash", "-euc", the_block("002", 3, folders)], tmp_path)
     run_folder = tmp_path / "EasyDeL-Checkpoints" / "GRPOTrainer"
     [line] = (run_folder / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["step"] == 1
     assert (run_folder / "model" / "model.safetensors").exists()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("number", "recipe"), [(2, "gsm8k"), (3, "numinamath")])
-def test_the_programs_run(number, recipe, folders, tmp_path):
-    pytest.importorskip("math_verify")
-    pytest.importorskip("wandb")
-    finished(["bash", "-euc", the_block("001", number, folders)], tmp_path)
-    [metrics] = tmp_path.rglob("metrics.jsonl")
-    assert metrics.parent.name == recipe
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2, 3]
-    assert list(metrics.parent.glob("wandb/**/offline-run-*"))
 
 
 @pytest.mark.long
@@ -175,7 +155,7 @@ def test_the_notebook_runs(folders, tmp_path, hub):
     own["HF_TOKEN"] = ""
     (tmp_path / "ds_zero2.json").write_text('{"zero_optimization": {"stage": 2}}')  # the notebook's reader has one
     out = run(running_together("004", folders), tmp_path, **own)
-    assert "deepspeed=ZeRO stage 2: groupax needs no launcher" in out
+    assert "deepspeed: groupax needs no launcher" in out
     assert "trainable params" in out
     assert "Accuracy on GSM8K test split" in out
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(hub.repos["me/reasoning"])

@@ -18,7 +18,7 @@ from groupax.models.families import FAMILIES, read_config, text_config
 from groupax.models.layers import vocabulary_logits
 from groupax.models.rope import frequencies
 from groupax.models.specs import layer_specs
-from groupax.models.weights.quantize import decoding_params
+from groupax.models.weights.quantize import bfloat16_params
 from groupax.models.weights.tensor_files import Tensor, own_tensors
 from groupax.parallel.mesh import make_mesh
 from groupax.rewards.model import RewardModel
@@ -265,7 +265,7 @@ def test_a_routers_correction_stays_in_float32_and_is_not_trained():
     assert spec.is_float32
     assert spec.name == "model.layers.1.mlp.gate.e_score_correction_bias"
     params = {"layers": [{"router": jnp.ones((6, 32)), "router_correction": jnp.ones(6)}]}
-    for cast in (cast_params(params, dtype=jnp.bfloat16), decoding_params(config, params, "bfloat16")):
+    for cast in (cast_params(params, dtype=jnp.bfloat16), bfloat16_params(params)):
         assert [x.dtype for x in jax.tree.leaves(cast)] == [jnp.bfloat16, jnp.float32]
     slope = jax.grad(lambda correction: jnp.sum(route(config.experts, jnp.ones((2, 6)), correction)[0]))
     np.testing.assert_array_equal(slope(jnp.arange(6.0)), 0.0)

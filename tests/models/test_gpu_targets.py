@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -141,37 +140,6 @@ for B, Q, N, K, H, T, dtype, kv_dtype, settings in (
 )
 def test_the_kernels_of_decoding_compile_and_update_the_cache_in_place(target, kv_dtype):
     assert printed(ATTENTION, target, kv_dtype)[0].split() == ["True"] * 4
-
-
-PRODUCTS = """
-from groupax.models.layers import linear
-from groupax.models.weights.quantize import quantizer
-
-mesh = jax.sharding.Mesh(find_target(sys.argv[1]).devices[:1], "x")
-replicated = jax.sharding.PartitionSpec()
-shape = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.NamedSharding(mesh, replicated))
-for kind, rows, dtype in (
-    ("nf4", 256, jnp.bfloat16),
-    ("nf4", 64, jnp.float32),
-    ("int8", 64, jnp.bfloat16),
-    ("float8", 64, jnp.bfloat16),
-    ("nf4", 1024, jnp.bfloat16),
-):
-    weight = jax.eval_shape(quantizer(kind), jax.ShapeDtypeStruct((4864, 896), jnp.float32))
-    weight = jax.tree.map(lambda x: shape(x.shape, x.dtype), weight)
-    specs = {"mesh": mesh, "in_specs": replicated, "out_specs": replicated, "check_vma": False}
-    compiled = jax.jit(jax.shard_map(linear, **specs)).lower(shape((rows, 896), dtype), weight).compile()
-    print(compiled.memory_analysis().temp_size_in_bytes >= 4864 * 896)
-"""
-
-
-@needs_cuda
-@pytest.mark.heavy
-@pytest.mark.skipif(not find_spec("qwix"), reason="needs qwix")
-@pytest.mark.parametrize(("target", "casts_float8_in_memory"), [("h100-1", False), ("rtx4090-1", True)])
-def test_a_product_with_few_rows_writes_no_matrix_to_memory(target, casts_float8_in_memory):
-    expected = ["False"] * 3 + [str(casts_float8_in_memory), "True"]
-    assert printed(PRODUCTS, target)[0].split() == expected
 
 
 UPDATE = """

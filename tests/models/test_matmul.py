@@ -1,4 +1,4 @@
-"""Products of factors of fewer bits, of 4-bit and of grouped matrices, norms, and the memory that programs take."""
+"""Products of factors of fewer bits and of grouped matrices, norms, and the memory that programs take."""
 
 import os
 import subprocess
@@ -10,16 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax.models import decoder, experts
+from groupax.models import experts
 from groupax.models.config import ClampedSwiglu
-from groupax.models.decoder import _norm_heads
 from groupax.models.experts import loop_over_experts, ragged_experts
-from groupax.models.families import read_config
-from groupax.models.kernels.triton_matmul import MAX_ROWS, can_multiply, grouped_matmul, nf4_matmul_nt
+from groupax.models.kernels.triton_matmul import grouped_matmul
 from groupax.models.layers import NORMS
 from groupax.models.matmul import cpu_multiplies_bfloat16, matmul, matmul_nt
-from groupax.models.weights.nf4 import dequantize_nf4, quantize_nf4
-from tests.conftest import TINY, assert_trees_match, rest_heavy
+from tests.conftest import assert_trees_match, rest_heavy
 
 
 def factors(*shapes, dtype=jnp.bfloat16):
@@ -92,42 +89,6 @@ def test_a_programs_memory_is_used_again_unless_the_environment_says_otherwise(c
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     num_new = int(run.stdout.split()[-1])  # of 40 times; some, until the pieces are where they fit again
     assert num_new > 35 if chosen else num_new < 20
-
-
-# -- by matrices of 4 bits
-
-# Outputs and inputs: one block, a part of a tile, several scales of scales, blocks that do not fill the last step.
-MATRICES = [(32, 64), (17, 128), (100, 192), (160, 832)]
-
-
-def a_matrix(shape):
-    numbers = np.random.default_rng(0).normal(size=shape) * np.linspace(0.1, 3.0, shape[0])[:, None]
-    return quantize_nf4(jnp.asarray(numbers, jnp.float32))
-
-
-def some_rows(num_rows, num_inputs, dtype):
-    return jnp.asarray(np.random.default_rng(1).normal(size=(num_rows, num_inputs)), dtype)
-
-
-@pytest.mark.drawn(6)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("num_rows", rest_heavy([16, 1, 130]))
-@pytest.mark.parametrize(
-    "shape", [MATRICES[0], *(pytest.param(each, marks=pytest.mark.heavy) for each in MATRICES[1:])], ids=str
-)
-def test_the_kernel_multiplies_by_the_dequantized_matrix(shape, num_rows, dtype):
-    weight, x = a_matrix(shape), some_rows(num_rows, shape[1], dtype)
-    exact = np.asarray(x, np.float64) @ np.asarray(dequantize_nf4(weight, x.dtype), np.float64).T
-    ours = np.asarray(nf4_matmul_nt(x, weight, interpret=True), np.float64)
-    rounding = 2.0**-8 if dtype == "bfloat16" else 1e-5
-    np.testing.assert_allclose(ours, exact, rtol=rounding, atol=rounding * np.abs(exact).max() / 10)
-
-
-@pytest.mark.heavy
-def test_many_rows_and_scales_across_rows_are_left_to_the_compiler():
-    assert can_multiply(some_rows(MAX_ROWS, 64, "float32"), a_matrix((4, 64)))
-    assert not can_multiply(some_rows(MAX_ROWS + 1, 64, "float32"), a_matrix((4, 64)))
-    assert not can_multiply(some_rows(1, 96, "float32"), a_matrix((4, 96)))
 
 
 # -- of rows with the matrices of their groups: pallas emulates the kernels for GPUs on this CPU
@@ -259,15 +220,3 @@ def test_norms_and_their_gradients_follow_their_formulas_in_float64(kind, shape,
         np.testing.assert_allclose(
             np.asarray(own, np.float64), true, rtol=tolerance, atol=tolerance * np.abs(true).max()
         )
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("shared", [True, False], ids=["shared-weight", "weight-per-head"])
-def test_heads_that_are_normed_together_get_the_same_norms(shared, monkeypatch):
-    config = read_config({**TINY, "model_type": "qwen3"})
-    q, k = (jax.random.normal(jax.random.key(heads), (7, heads, 16)) for heads in (6, 2))
-    weights = [jax.random.normal(jax.random.key(9), x.shape[2 if shared else 1 :]) for x in (q, k)]
-    apart = _norm_heads(config, q, k, *weights)
-    monkeypatch.setattr(decoder, "traced_platform", lambda: "gpu")
-    together = _norm_heads(config, q, k, *weights)
-    assert_trees_match(together, apart)

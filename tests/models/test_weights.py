@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+import safetensors
 
 from groupax import Engine
 from groupax.models.lora import LoRAConfig, adapter_config_dict
@@ -17,15 +18,7 @@ from groupax.models.weights.saving import host_tensors, param_leaves
 from groupax.serve.app import Limits, create_app
 from groupax.serve.client import RemoteSampler
 from groupax.serve.loop import EngineLoop
-from groupax.serve.remote import (
-    DTYPES,
-    RefusedError,
-    RemoteServer,
-    bytes_of,
-    manifest_of,
-    read_manifest,
-    tensors_in,
-)
+from groupax.serve.remote import DTYPES, RefusedError, RemoteServer, bytes_of, read_bytes
 from tests.serve.test_server import KEY, demo_model, listening, wait_until
 
 LORA = LoRAConfig(r=4, lora_alpha=8, target_modules=("q_proj", "down_proj"))
@@ -47,30 +40,42 @@ def test_tensors_survive_as_bytes():
         name: rng.standard_normal(shape).astype(dtype)
         for (name, shape), dtype in zip(shapes.items(), DTYPES.values(), strict=True)
     }
-    places = read_manifest(json.loads(json.dumps(manifest_of(tensors))))
-    data = np.frombuffer(b"".join(bytes_of(tensors)), np.uint8)
-    for name, tensor in tensors_in(data, places).items():
+    written = b"".join(bytes_of(tensors, {"version": "7"}))
+    assert {name for name, _ in safetensors.deserialize(written)} == tensors.keys()
+    metadata, read = read_bytes(np.frombuffer(written, np.uint8))
+    assert metadata == {"version": "7"}
+    assert read.keys() == tensors.keys()
+    for name, tensor in read.items():
         assert tensor.dtype == tensors[name].dtype
         np.testing.assert_array_equal(tensor, tensors[name])
+    with pytest.raises(ValueError, match="int64"):
+        bytes_of({"x": np.zeros(3, np.int64)}, {})
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    "header",
     [
-        ([], "dtype must be one of"),
-        ({"dtype": "I64", "shape": [2], "data_offsets": [0, 8]}, "dtype must be one of"),
-        ({"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "shape must be a list"),
-        ({"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}, "shape must be a list"),
-        ({"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}, r"data_offsets must be \[0, 8\]"),
+        *(b"", b"[]", b"{", b"[" * 100_000, b'{"__metadata__": 1}', b'{"x": []}'),
+        *(
+            json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changed}}).encode()
+            for changed in (
+                {"dtype": "I64"},
+                {"dtype": []},
+                {"shape": [3]},
+                {"shape": [0]},
+                {"data_offsets": [4, 12]},
+                {"data_offsets": [1e400, "x"]},
+                {"data_offsets": [-(10**30), 8]},
+            )
+        ),
     ],
+    ids=str,
 )
-def test_manifests_that_are_none_are_refused(entry, message):
-    with pytest.raises(ValueError, match=message):
-        read_manifest({"x": entry})
-    with pytest.raises(ValueError, match="at least one"):
-        read_manifest([])
-    with pytest.raises(ValueError, match="int64"):
-        manifest_of({"x": np.zeros(3, np.int64)})
+def test_bytes_that_are_no_tensors_are_refused(header):
+    data = np.frombuffer(len(header).to_bytes(8, "little") + header + bytes(8), np.uint8)
+    for each in (data, data[:8], data[:3]):
+        with pytest.raises(ValueError, match="not a safetensors file with the dtypes F32"):
+            read_bytes(each)
 
 
 # -- servers
@@ -81,8 +86,8 @@ def server():
     """A server in this process."""
     model, tokenizer = demo_model()
     engine = Engine.of(model, tokenizer, chunk_steps=8, kv_bytes=1 << 27)
-    loop = EngineLoop({"demo": engine}).start()
-    with listening(create_app(loop, Limits(api_keys=(KEY,)), {"demo": model})) as url:
+    loop = EngineLoop(engine, "demo").start()
+    with listening(create_app(loop, Limits(api_keys=(KEY,)), model)) as url:
         yield SimpleNamespace(model=model, engine=engine, loop=loop, url=url)
     loop.close()
 
@@ -92,53 +97,38 @@ def test_a_torn_or_late_upload_is_never_used(server):
     remote = RemoteServer(server.url, KEY, 60.0)
     specs = model_specs(server.model.config)
     tensors = host_tensors(specs, param_leaves(specs, perturbed(server.engine.params, 5)))
-    path = "/groupax/v1/weights"
-    before = server.engine.params
-
-    def begin(**changed):
-        held = remote.request("GET", path)["models"][0]
-        manifest = {"model": "demo", "version": 9, "replaces": held["state"], "tensors": manifest_of(tensors)}
-        return f"{path}/" + remote.request("POST", path, {**manifest, **changed})["upload"]
-
-    def refused(code, *request):
-        with pytest.raises(RefusedError) as caught:
-            remote.request(*request)
-        assert caught.value.code == code
-        assert server.engine.params is before
-
-    parts = bytes_of(tensors)
-    refused("torn", "PUT", begin(), parts[:-1])
-    refused("torn", "PUT", begin(), [*parts, b"x"])
-    upload = begin()
+    path, before = "/groupax/v1/weights", server.engine.params
+    state = remote.request("GET", path)["state"]
+    metadata = {"version": "9", "replaces": state}
+    parts = bytes_of(tensors, metadata)
     with closing(remote.connection()) as connection:
-        connection.putrequest("PUT", upload)
+        connection.putrequest("PUT", path)
         connection.putheader("authorization", f"Bearer {KEY}")
         connection.putheader("content-length", str(sum(map(len, parts))))
-        connection.endheaders(parts[0])  # and the client is gone
-    refused("upload_not_found", "PUT", upload, parts)
-    upload = begin()
-    begin()
-    refused("upload_not_found", "PUT", upload, parts)  # another one was begun
-    for changed, code in (
-        ({"replaces": "of old"}, "other_weights"),
-        ({"model": "x"}, "model_not_found"),
-        ({"tensors": {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}}, None),
-        ({"tensors": manifest_of({"model.norm.weight": np.zeros(3, np.float32)})}, None),
-        ({"version": -1}, None),
-        ({"adapter": {"r": 0}}, None),
-        ({"adapter": adapter_config_dict(add_adapter(server.model, LORA).adapter, server.model.config)}, None),
-        ({"nonsense": 1}, None),
+        connection.endheaders(parts[2])  # and the client is gone
+    adapter = adapter_config_dict(add_adapter(server.model, LORA).adapter, server.model.config)
+    size = sum(map(len, parts))
+    for body, status, code in (
+        (bytes_of(tensors, {**metadata, "replaces": "of old"}), 409, "other_weights"),
+        (parts[:-1], 400, None),
+        ([*parts, bytes(2 * size + (32 << 20))], 413, None),
+        (bytes_of({"x": np.zeros(1, np.float32)}, metadata), 400, None),
+        (bytes_of({"model.norm.weight": np.zeros(3, np.float32)}, metadata), 400, None),
+        (bytes_of(tensors, {**metadata, "version": "-1"}), 400, None),
+        (bytes_of(tensors, {"version": "9"}), 400, None),
+        (bytes_of(tensors, {**metadata, "adapter": '{"r": 0}'}), 400, None),
+        (bytes_of(tensors, {**metadata, "adapter": json.dumps(adapter)}), 400, None),
     ):
-        with pytest.raises(RefusedError) as caught:
-            begin(**changed)
+        with pytest.raises(RefusedError, match=str(status)) as caught:
+            remote.request("PUT", path, body)
         assert caught.value.code == code
-    early = begin()
-    assert remote.request("PUT", early, parts)["version"] == 9
+        assert server.engine.params is before
+    assert remote.request("PUT", path, parts)["version"] == 9
     assert server.engine.version == 9
     for one, other in zip(param_leaves(specs, server.engine.params), param_leaves(specs, before), strict=True):
         assert not np.array_equal(one, other)
-    before = server.engine.params
-    refused("upload_not_found", "PUT", early, parts)
+    with pytest.raises(RefusedError, match="the server has others"):
+        remote.request("PUT", path, parts)
 
 
 @pytest.mark.heavy
@@ -165,7 +155,7 @@ def test_weights_change_between_two_chunks_and_answers_say_so(server):
 
 @pytest.mark.heavy
 def test_without_a_key_nobody_changes_weights(server):
-    app = create_app(server.loop, Limits(), {"demo": server.model})
+    app = create_app(server.loop, Limits(), server.model)
     says = "403: weights can be changed only on a server with keys"
     with listening(app) as address, pytest.raises(RefusedError, match=says):
-        RemoteServer(address, None, 60.0).request("POST", "/groupax/v1/weights", {})
+        RemoteServer(address, None, 60.0).request("PUT", "/groupax/v1/weights", [b"x"])

@@ -223,7 +223,6 @@ CASES = [
     {"beta": 0.1, "kl_estimator": "k2"},
     {"beta": 0.1, "use_bias_correction_kl": False},
     {"importance_sampling_level": "sequence"},
-    {"importance_sampling_level": "sequence_token"},
     {"importance_sampling_level": "sequence_sum"},
     {"off_policy_mask_threshold": 0.0},
     {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},

@@ -32,16 +32,13 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = ["algorithm.md", "datasets.md", "rewards.md", "evaluation.md", "coming_from_trl.md", "coming_from_easydel.md"]
 
 
-HEAVY_PAGES = ["engine.md", "episodes.md", "lora.md", "adapters.md", "sft.md", "replay.md"]
+HEAVY_PAGES = ["engine.md", "episodes.md", "lora.md", "sft.md", "replay.md"]
 TUTORIALS = ["first_reward.md", "hacked_reward.md", "reading_a_run.md"]  # each goes on where the one before has ended
-# Pages whose Python is run by other tests than `test_python_blocks_run`, and those whose Python cannot run here.
+# Pages whose Python is run by other tests than `test_python_blocks_run`.
 RUN_ELSEWHERE = {
     "README.md": "test_the_readme_s_example_trains",
     "monitoring.md": "tests/runs/test_rollout_log.py and tests/runs/test_trackers.py",
     "serving.md": "test_the_clients_of_the_page_about_serving_are_answered",
-}
-NOT_RUN = {
-    "launching.md": "ray starts actors on the hosts of a TPU slice; tests/launch/test_ray.py has stand-ins for these"
 }
 
 
@@ -63,7 +60,7 @@ def python_blocks(page):
 
 def test_all_python_of_the_pages_is_run_or_has_a_reason():
     with_python = [page.name for page in [ROOT / "README.md", *DOCS.glob("*.md")] if python_blocks(page)]
-    assert sorted(with_python) == sorted([*PAGES, *HEAVY_PAGES, *TUTORIALS, *RUN_ELSEWHERE, *NOT_RUN])
+    assert sorted(with_python) == sorted([*PAGES, *HEAVY_PAGES, *TUTORIALS, *RUN_ELSEWHERE])
 
 
 def as_a_reader(page, namespace):
@@ -131,13 +128,16 @@ def test_the_clients_of_the_page_about_serving_are_answered(tmp_path, monkeypatc
         "prompts": text.encode(["2+2=", "7*8="]),
         "params": SamplingParams(max_tokens=8),
     }
-    loop = EngineLoop({"Qwen/Qwen3-0.6B": text, "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": sees}).start()
-    app = create_app(loop, Limits(api_keys=("SECRET",)), {"Qwen/Qwen3-0.6B": model})
+    chat, image, training = python_blocks(DOCS / "serving.md")
+    loop = EngineLoop(text, "Qwen/Qwen3-0.6B").start()
+    app = create_app(loop, Limits(api_keys=("SECRET",)), model)
     with closing(loop), listening(app) as address:
-        chat, image, training = python_blocks(DOCS / "serving.md")
         exec(chat.replace("http://127.0.0.1:8000", address), namespace)
-        exec(image.replace("client.chat", "answer = client.chat"), namespace)
         exec(training.replace("http://one:8000", address), namespace)
+    loop = EngineLoop(sees, "HuggingFaceTB/SmolVLM2-500M-Video-Instruct").start()
+    with closing(loop), listening(create_app(loop)) as address:
+        namespace["client"].base_url = f"{address}/v1"
+        exec(image.replace("client.chat", "answer = client.chat"), namespace)
         namespace["client"].close()
     assert len(namespace["response"].choices) == 2
     assert namespace["answer"].choices[0].message.content
@@ -182,7 +182,7 @@ def test_pages_name_all_that_there_is(page, names):
 
 
 TAKE_SETTINGS = ("train", "sft", "plan", "resume")
-COMMAND = re.compile(r"(?:\bgroupax|--) (launch (?:local|slurm|ray)|[a-z_]+)((?: +(?!-- |groupax |#)\S+)*)")
+COMMAND = re.compile(r"(?:\bgroupax|--) (launch (?:local|slurm)|[a-z_]+)((?: +(?!-- |groupax |#)\S+)*)")
 
 
 def help_of(command):
@@ -197,7 +197,7 @@ def test_the_options_of_commands_on_the_pages_exist():
     settings = {f"--{field.name}" for config in (GRPOConfig, SFTConfig) for field in fields(config)}
     known = {
         name: {*re.findall(r"--\w+", help_of(name)), *(settings if name in TAKE_SETTINGS else ())}
-        for name in [*COMMANDS, *(f"launch {launcher}" for launcher in ("local", "slurm", "ray"))]
+        for name in [*COMMANDS, *(f"launch {launcher}" for launcher in ("local", "slurm"))]
     }
     wrong, num_checked = [], 0
     for page in [ROOT / "README.md", *DOCS.glob("*.md")]:

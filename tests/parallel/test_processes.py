@@ -1,13 +1,11 @@
 """Several processes with devices of their own make one run."""
 
+import ast
 import json
 import os
-import pickle
 import signal
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +14,10 @@ import pytest
 
 from groupax import init_model, save_model
 from groupax.core.errors import RunError
-from groupax.parallel.processes import (
-    _distributed_arguments,
-    _refuse_torchrun,
-    accept_peers,
-    connect_to_primary,
-    listen_for_peers,
-)
+from groupax.parallel.processes import Peers, _distributed_arguments, _refuse_torchrun
 from groupax.satellites.launch.program import free_port
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
-from tests.episodes.calls_run import outcomes
 from tests.episodes.episodes_run import save_start
 from tests.serve.test_remote_rollouts import serving
 from tests.serve.test_server import KEY
@@ -177,98 +168,83 @@ def test_copies_of_pytorchs_launchers_are_refused():
 
 
 PEER = """
-import pickle, sys
-from groupax.parallel.processes import connect_to_primary
-peers = connect_to_primary(int(sys.argv[1]), 3, pickle.loads(bytes.fromhex(sys.argv[2])))
-assert peers.all_gather_object({"number": peers.process_index})[0] == "first"
-big = peers.all_gather_object(bytes(3_000_000))
-assert [len(each) for each in big] == [0, 3_000_000, 3_000_000]
-if sys.argv[3] == "leave":
-    peers.leave()
-elif peers.process_index == 2:
-    if sys.argv[3] == "raise":
-        peers.fail(KeyError("a disk"))
-    sys.stdin.read()
-else:
-    peers.all_gather_object(None)
+import sys
+from groupax.parallel.runtime import configure_jax
+configure_jax()
+from groupax.parallel import processes
+own = processes.process_index()
+assert processes.all_gather_object({"number": own}) == [{"number": each} for each in range(3)]
+big = processes.all_gather_object(bytes(own * 3_000_000))
+assert [len(each) for each in big] == [0, 3_000_000, 6_000_000]
+assert processes.broadcast_object(own) == 0
+if sys.argv[1] == "raise":
+    if own == 2:
+        raise KeyError("a disk")
+    processes.all_gather_object(None)
 """
 
 
-def peers_of_three(end, listening=None):
-    listener, address = listening or listen_for_peers("127.0.0.1")
-    command, told = [sys.executable, "-W", "ignore", "-c", PEER], pickle.dumps(address).hex()
-    others = [
-        subprocess.Popen([*command, str(own), told, end], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
-        for own in (1, 2)
+def of_several(number, *program):
+    """The exit statuses of that many processes, and what they said on standard error."""
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", *program],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, **dict(zip(VARIABLES, (address, str(number), str(own)), strict=True))},
+        )
+        for own in range(number)
     ]
-    peers = accept_peers(listener, address[2], 3)
-    assert peers.all_gather_object("first") == ["first", {"number": 1}, {"number": 2}]
-    assert [len(each) for each in peers.all_gather_object(b"")] == [0, 3_000_000, 3_000_000]
-    return peers, others
+    said = [process.communicate()[1] for process in started]
+    return [process.returncode for process in started], said
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("end", "told"),
-    [
-        ("raise", "process 2 failed: KeyError: 'a disk'"),
-        ("kill", "process 2 of 3 ended without a message: it was killed, or its machine is lost"),
-    ],
-)
-def test_all_are_told_what_ended_one(monkeypatch, end, told):
-    monkeypatch.setattr("groupax.parallel.processes.GRACE_S", 1e6)  # of the process of the tests
-    peers, others = peers_of_three(end)
-    if end == "kill":
-        others[1].kill()
-    with pytest.raises(RunError, match=told):
-        peers.all_gather_object(None)
-    errors = [other.communicate()[1].decode() for other in others]
-    assert f"groupax: {told}. Process 1 stops too" in errors[0]
-    assert f"RunError: {told}" in errors[0]
-    assert others[0].returncode == 1
+def test_processes_exchange_objects_and_learn_what_ended_one():
+    assert of_several(3, "-c", PEER, "leave") == ([0, 0, 0], ["", "", ""])
+    statuses, said = of_several(3, "-c", PEER, "raise")
+    assert statuses == [1, 1, 1]
+    why = "process 2 failed: KeyError: 'a disk'"
+    for own in (0, 1):
+        assert f"groupax: {why}. Process {own} stops too" in said[own]
+        assert f"RunError: {why}" in said[own]
 
 
-def test_each_of_two_processes_makes_its_calls_and_both_learn_the_outcomes(monkeypatch):
-    listener, address = listen_for_peers("127.0.0.1")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.episodes.calls_run", pickle.dumps(address).hex()]
-    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
-    peers = accept_peers(listener, address[2], 2)
-    monkeypatch.setattr("groupax.parallel.processes._peers", peers)
-    found = outcomes()
-    peers.leave()
-    assert other.communicate()[0].strip() == repr(found)
-    assert sorted(found) == [
+def test_objects_of_strangers_are_refused():
+    class Service(dict):
+        key_value_set_bytes = dict.__setitem__
+        key_value_delete = dict.pop
+
+        def blocking_key_value_get_bytes(self, key, _):
+            if key not in self:
+                raise RuntimeError("DEADLINE_EXCEEDED")
+            return self[key]
+
+    service = Service()
+    peers = Peers(0, 1, service, b"secret")
+    assert peers.all_gather_object("a") == ["a"]
+    service.key_value_set_bytes = lambda key, value: None
+    for forged in (service["groupax/1/0"], b"x" * 40):  # of another round, and of no process
+        service[f"groupax/{peers._round + 1}/0"] = forged
+        with pytest.raises(RunError, match="is not of a process of this run"):
+            peers.all_gather_object("b")
+    peers._has_left = True
+
+
+@pytest.mark.heavy
+def test_each_of_two_processes_makes_its_calls_and_both_learn_the_outcomes():
+    found = [
         (0, 0, ""),
         (1, None, "TypeError: what it returned cannot be sent to the other processes: TypeError"),
         (2, None, "OSError: gone"),
         (3, 3, ""),
     ]
-
-
-def test_silent_and_foreign_connections_hold_up_no_start_for_long(monkeypatch):
-    monkeypatch.setattr("groupax.parallel.processes.GREETING_S", 1.0)
-    listener, address = listen_for_peers("127.0.0.1")
-    hosts, port, _ = address
-    with ExitStack() as strangers:
-        silent = [strangers.enter_context(socket.create_connection((hosts[0], port))) for _ in range(3)]
-        silent[1].sendall(b"\x00\x00\x00\x20" + b"x" * 32)  # an answer without the secret
-        silent[2].sendall(b"GET / HTTP/1.1\r\n\r\n")
-        peers, others = peers_of_three("leave", (listener, address))
-        peers.leave()
-        assert [other.communicate()[1] for other in others] == [b"", b""]
-
-
-def test_processes_that_do_not_connect_are_named(monkeypatch):
-    monkeypatch.setattr("groupax.parallel.processes.GATHER_S", 0.2)
-    listener, (_, _, secret) = listen_for_peers("127.0.0.1")
-    with pytest.raises(RunError, match=r"processes 1, 2 of 3 did not connect to process 0 on port \d+ within 0 s"):
-        accept_peers(listener, secret, 3)
-
-
-def test_a_process_that_cannot_be_reached_is_told(monkeypatch):
-    monkeypatch.setattr("groupax.parallel.processes.CONNECT_S", 0.1)
-    with pytest.raises(RunError, match=r"process 1 cannot reach process 0 on port \d+ .*127.0.0.1"):
-        connect_to_primary(1, 2, (["127.0.0.1"], free_port("127.0.0.1"), b"secret"))
+    statuses, said = of_several(2, "-m", "tests.episodes.calls_run")
+    assert statuses == [0, 0]
+    assert said[0] == said[1]
+    assert sorted(ast.literal_eval(said[0])) == found
 
 
 # -- whole runs
@@ -344,7 +320,7 @@ def test_a_killed_process_stops_the_other_and_all_go_on(place, one_process, kill
     assert processes[killed].wait(timeout=1200) == -signal.SIGKILL
     assert processes[1 - killed].wait(timeout=600) != 0
     text = (folder / f"err{1 - killed}").read_text()
-    assert f"process {killed} of 2 ended without a message: it was killed" in text
+    assert "JAX distributed service detected fatal errors" in text or f"process {1 - killed} failed" in text
     statuses, errors = run(folder, 2, 2, {"save_steps": 1})
     assert statuses == [0, 0], errors
     assert_same_run(one_process, folder)

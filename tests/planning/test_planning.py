@@ -266,7 +266,6 @@ CASES = {
     "sp": ((1, 1, 1, 1, 4), {"top_entropy_quantile": 0.5, "num_iterations": 2}),
     "adapter": ((4, 1, 1, 1, 1), {"lora_r": 4, "lora_dropout": 0.1}),
     "split-adapter": ((1, 2, 1, 1, 2), {"lora_r": 4, "beta": 0.1, "dtype": "bfloat16", "updates_per_rollout": 2}),
-    "int8": ((2, 2, 1, 1, 1), {"decoding_weights": "int8"}),
     "bfloat16": ((4, 1, 1, 1, 1), {"decoding_weights": "bfloat16", "rollout_correction": "token_truncate"}),
     "shared": ((4, 1, 1, 1, 1), {"decoding_tp": 2, "kv_cache_dtype": "bfloat16"}),
     "shared-as-trained": ((2, 1, 1, 2, 1), {"decoding_tp": 2}),

@@ -1,16 +1,14 @@
-"""The step that a metric went wrong in, what differs in it today, and its rows."""
+"""The step that a metric went wrong in, and what differs in it today."""
 
 import shutil
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from groupax import bisect_run, init_model
 from groupax.satellites.replay.bisect import bisected, parsed_condition
-from groupax.satellites.replay.influence import influence_of
 from groupax.satellites.replay.recorded import recorded_run
 from groupax.satellites.replay.session import settings_of
 from groupax.satellites.replay.trainer import ReplayTrainer
@@ -19,9 +17,9 @@ from tests.data.test_config_and_data import a_tokenizer
 from tests.runs.stopped_run import letters
 from tests.training.test_trainer import PROMPTS, a_trainer
 
-from .test_replay import ONE_LAYER, again
+from .test_replay import ONE_LAYER
 
-SETTINGS = {"max_steps": 6, "replay_state_gb": 0.0, "beta": 0.001, "scale_rewards": "none"}
+SETTINGS = {"max_steps": 6, "beta": 0.001, "scale_rewards": "none"}
 
 
 def with_rate(trainer, at=3):
@@ -92,14 +90,6 @@ def test_a_reward_that_was_flipped_once(tmp_path):
     assert bisection.step == 4
     assert bisection.parted.step == 4
     assert "50 in the run" in text
-    assert "rows of step 4 by their share of the gradient:" in text
-    shares = bisection.shares  # of the rows as they were, not with today's reward
-    assert max(zip(shares.influence.shares, shares.completions, strict=True))[1] == 1
-    shutil.rmtree(tmp_path / "run" / "rollouts")
-    with pytest.raises(ValueError, match="there are no rows whose shares could be computed"):
-        again(tmp_path / "run", 4, why=True)
-    _, text = found(tmp_path, trainer, "grad_norm > 5", makes())
-    assert "the shares of its rows are not known: the completions of step 4 were not kept" in text
 
 
 def test_a_condition_that_holds_in_the_first_step_or_in_none(tmp_path):
@@ -125,22 +115,6 @@ def test_a_learning_rate_spike(tmp_path):
 
 @pytest.mark.drawn(2, "sabotage")
 @pytest.mark.heavy
-def test_a_poisoned_prompt(tmp_path):
-    def reward(prompts, completion_ids, log_extra):
-        scores = letters(prompts, completion_ids, log_extra)
-        return [300.0 * score if prompt == "fed" else score for prompt, score in zip(prompts, scores, strict=True)]
-
-    trainer = a_trainer(tmp_path, reward, **SETTINGS)
-    trainer.train()
-    bisection, _ = found(tmp_path, trainer, "grad_norm > 5", makes(reward))
-    assert bisection.parted is None
-    shares = bisection.shares
-    first = max(zip(shares.influence.shares, shares.completions, strict=True))[1]
-    assert shares.rollouts[first].prompt == "fed"
-
-
-@pytest.mark.drawn(2, "sabotage")
-@pytest.mark.heavy
 def test_a_row_of_the_dataset_that_has_changed(tmp_path):
     def gold(prompts, completion_ids, gold, log_extra):
         bonus = [90.0 * ids.count(3) if each == "!" else 0.0 for each, ids in zip(gold, completion_ids, strict=True)]
@@ -153,9 +127,6 @@ def test_a_row_of_the_dataset_that_has_changed(tmp_path):
     assert bisection.parted.stages[0].stage == "data"
     assert len(bisection.parted.stages[0].places) == 1
     assert "a column of the dataset other than the prompt" in text
-    shares = bisection.shares
-    first = max(zip(shares.influence.shares, shares.completions, strict=True))[1]
-    assert shares.rollouts[first].prompt == "ef"
 
 
 @pytest.mark.drawn(2, "sabotage")
@@ -167,29 +138,6 @@ def test_a_loss_that_is_not_finite(tmp_path):
     bisection, text = found(tmp_path / "once", trainer, "loss is nan", makes())
     assert (bisection.step, bisection.parted.step) == (4, 4)
     assert "loss       DIFFERS: rows 5; loss not finite in the run" in text
-
-
-@pytest.mark.heavy
-def test_shares_are_those_of_the_gradient(tmp_path):
-    trainer = a_trainer(tmp_path, letters, max_steps=1, beta=0.1, replay_state_gb=0.0)
-    rows = []
-    update = trainer.learner.update
-    trainer.learner.update = lambda given: rows.extend(given) or update(given)
-    trainer.train()
-    learner = a_trainer(tmp_path / "again", letters, beta=0.1).learner
-    parts = [[0, 1, 2, 3], [4, 5, 6, 7], *([index] for index in range(8, 16))]
-    before, shapes = learner.digest(), list(learner.shapes)
-    found = influence_of(learner, rows, parts)
-    assert (learner.digest(), learner.shapes) == (before, shapes)
-    assert sum(found.shares) == pytest.approx(1.0, abs=1e-5)
-    assert found.norm == pytest.approx(learner.update(rows).metrics["grad_norm"], rel=1e-5)
-    learner = a_trainer(tmp_path / "third", letters, beta=0.1).learner
-    (of_part,), (of_all,) = ([*learner.gradients(rows, [part])] for part in (parts[0], [*range(16)]))
-    products = [
-        sum(float(jnp.vdot(x, y)) for x, y in zip(*map(jax.tree.leaves, pair), strict=True))
-        for pair in ((of_part, of_all), (of_all, of_all))
-    ]
-    assert found.shares[0] == pytest.approx(products[0] / products[1], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.drawn(2, "sabotage")
@@ -206,6 +154,5 @@ def test_a_learning_rate_that_came_with_a_continuation(tmp_path):
     text = str(found)
     assert "before step 3 the run was continued with other settings: " in text
     assert "learning_rate 0.001 -> 1.0" in text
-    assert "groupax.replay_step(" in text
     with pytest.raises(ValueError, match="at least 1 step, got 0"):
         bisect_run(run, "kl > 0.5", model, letters, train_dataset=PROMPTS, window=0)

@@ -12,7 +12,6 @@ from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.sandbox import Limits, passes
 from groupax.rewards.seccomp import filter_program
-from tests.training.test_trainer import a_trainer, lines_of
 
 from .test_reward_functions import read_lines
 
@@ -129,7 +128,6 @@ def test_a_right_solution_as_models_write_it(text, prompt):
         ("```bash\npip install x\n```\n\n```python\nok\n```", "ok\n"),
         ("```python\nok\n```\nIt prints\n```text\n3\n```\nRun it:\n```bash\npython f.py\n```", "ok\n"),
         ("``` py title=f.py\nok\n```", "ok\n"),
-        ("~~~python\nok\n~~~", "ok\n"),
         ("```python\r\nok\r\n```\r\nend", "ok\r\n"),
         ("````python\nok\n```\nok\n````", "ok\n```\nok\n"),
         ("> ```python\n> ok\n> ```", "ok\n"),
@@ -214,19 +212,6 @@ def test_without_bubblewrap_neither_the_trainer_nor_a_call_begins(monkeypatch):
 
 def test_code_without_a_sandbox_is_limited_in_time():
     assert not passes("import time\ntime.sleep(60)", "pass", Limits(seconds=0.5), sandbox="none")
-
-
-@pytest.mark.heavy
-@needs_bubblewrap
-def test_the_trainer_goes_on(tmp_path):
-    attacks = list(ATTACKS.values())
-
-    def attacked(completions):
-        sources = [attacks[3 + index] if index else "pass" for index, _ in enumerate(completions)]
-        return code_tests(sources, [""] * len(sources), ["pass"] * len(sources), timeout_s=2.0)
-
-    a_trainer(tmp_path, attacked, max_steps=2).train()
-    assert [line["reward"] for line in lines_of(tmp_path)] == [0.25, 0.25]
 
 
 def test_rows_may_lack_an_entry_point_or_a_test():

@@ -90,24 +90,12 @@ def test_integer_answer():
     assert rewards.integer_answer(texts) == [1, 1, 0, 0, 0, 0]
 
 
-def test_regex_match():
-    assert rewards.regex_match(["abc", "xabc"], pattern="a.c") == [1, 0]
-    assert rewards.regex_match(["abc", "xa\nc"], pattern="a.c", whole=False) == [1, 1]
-
-
 def test_soft_overlong_is_the_papers_curve_in_tokens():
     lengths = [0, 80, 81, 90, 100, 101, 500]
     expected = [0, 0, -0.05, -0.5, -1, -1, -1]
     assert rewards.soft_overlong([[1] * n for n in lengths], max_length=100, buffer=20) == pytest.approx(expected)
     with pytest.raises(ValueError, match="needs a buffer from 1 to max_length = 10, got 11"):
         rewards.soft_overlong([[1]], max_length=10, buffer=11)
-
-
-def test_cosine_length_prefers_short_right_and_long_wrong_answers():
-    texts = [r"\boxed{4}", r"\boxed{4}", r"\boxed{4}", r"\boxed{5}", r"\boxed{5}", r"\boxed{4}"]
-    ids = [[1] * n for n in (0, 50, 100, 0, 200, 10)]
-    values = rewards.cosine_length(texts, ids, ["4"] * 5 + ["no such"], max_length=100)
-    assert values[:5] == pytest.approx([1.0, 0.75, 0.5, -1.0, -0.5])
 
 
 def test_repetition_penalty():
@@ -290,4 +278,3 @@ def test_rows_without_a_gold_answer_have_no_reward():
         "x</think><answer>4</answer>",
     ]
     assert rewards.think_answer_correct(right, [None, "4", "4"]) == [None, 1.0, 1.0]
-    assert rewards.cosine_length(["a"], [[1] * 5], [None], max_length=9) == [None]

@@ -201,9 +201,9 @@ def test_sync_functions_run_one_call_at_a_time_by_default():
 
 
 def test_async_calls_run_together():
-    async def slow(completion):
+    async def slow(completions):
         await asyncio.sleep(0.2)
-        return 1.0
+        return lengths(completions)
 
     started_s = time.monotonic()
     run_groups(slow, groups_of(*["ab"] * 10))

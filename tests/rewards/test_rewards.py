@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import re
 import sys
 
@@ -119,22 +118,6 @@ def test_columns_under_other_names():
         resolve_rewards(with_columns(right, answer="solutoin"), ["solution"])
 
 
-def test_functions_of_one_completion():
-    def graded(completion, gold, prompt, completion_ids, bonus=0.0):
-        assert (prompt, completion_ids) == ("q", [5, 6])
-        return None if gold is None else float(completion == gold) + bonus
-
-    values = run(graded, rollouts_of("abc", gold=["a", "a", None]), ["gold"])
-    np.testing.assert_array_equal(values, [1.0, 0.0, math.nan])
-    seen = []
-    run(lambda completion, **rest: seen.append(rest) or 1.0, rollouts_of("ab", gold=[1, 2]), ["gold"])
-    given = [(each["prompt"], each["completion_ids"], each["gold"]) for each in seen]
-    assert given == [("q", [5, 6], 1), ("q", [5, 6], 2)]
-    assert not {"prompts", "completions", "batch"} & set(seen[0])
-    turns = rollouts_of("ab", conversational=True)
-    assert run(lambda completion: len(completion[0]["content"]), turns).tolist() == [1.0, 1.0]
-
-
 def test_a_column_does_not_take_the_place_of_what_was_sampled():
     columns = {"completions": ["x", "y"], "batch": [1, 2], "completion_ids": [3, 4], "prompts": ["r", "s"]}
     rows, seen = rollouts_of("ab", **columns), {}
@@ -161,8 +144,8 @@ async def awaited(completions):
 
 
 class AsyncInstance:
-    async def __call__(self, completion):
-        return float(len(completion))
+    async def __call__(self, completions):
+        return [float(len(text)) for text in completions]
 
 
 def test_async_functions():

@@ -1,7 +1,5 @@
 """A run that was stopped, however, goes on as if it had not been."""
 
-import http.server
-import io
 import json
 import os
 import random
@@ -10,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -139,17 +136,11 @@ def needing_signals(prompts, completion_ids, log_extra, **_):
 
 
 SIGNALS = """
-import asyncio, gc, os, signal, sys, threading, time
+import asyncio, os, signal, sys, threading, time
 from groupax.parallel import preemption
 
 def busy(*_):
     for _ in range(100_000): pass
-
-class Dies:
-    def __del__(self): busy()
-
-class Nested:
-    def __del__(self): Dies(), Dies()
 
 def swallows():
     try: busy()
@@ -166,9 +157,8 @@ def in_a_callback():
     asyncio.run(main())
 
 place, *numbers = sys.argv[1:]
-if place == "gc": gc.callbacks.append(busy)
 if place == "ignored": signal.signal(signal.SIGHUP, signal.SIG_IGN)
-work = {"gc": gc.collect, "del": Dies, "nested": Nested, "wait": threading.Event().wait, "ignored": busy}
+work = {"wait": threading.Event().wait, "ignored": busy}
 work |= {"swallows": swallows, "replaces": replaces, "callback": in_a_callback, "looks": busy}
 preemption.PATIENCE_S = 9 if place == "looks" else 0.05
 def send():
@@ -194,7 +184,7 @@ HUP, INT, TERM = "1", "2", "15"
 @pytest.mark.parametrize(
     ("place", "numbers", "said"),
     [
-        *[(each, (TERM,), "cancelled SIGTERM") for each in ("gc", "del", "nested", "swallows", "replaces", "callback")],
+        *[(each, (TERM,), "cancelled SIGTERM") for each in ("swallows", "replaces", "callback")],
         ("wait", (INT,), "cancelled SIGINT"),
         ("looks", (HUP, HUP), "cancelled SIGHUP"),  # a shell sends it, and the system when the shell has ended
         ("ignored", (HUP,), "done"),
@@ -204,37 +194,6 @@ HUP, INT, TERM = "1", "2", "15"
 def test_no_request_to_stop_is_lost(place, numbers, said):
     ended = subprocess.run([sys.executable, "-c", SIGNALS, place, *numbers], capture_output=True, text=True)
     assert (ended.stdout.strip() if ended.returncode == 0 else ended.returncode) == said, ended.stderr
-
-
-@pytest.mark.heavy
-def test_a_notice_of_maintenance_stops_the_run(tmp_path, monkeypatch):
-    said = {"maintenance-event": b"NONE", "preempted": b"FALSE"}
-
-    class Metadata(http.server.SimpleHTTPRequestHandler):
-        def send_head(self):
-            assert self.headers["Metadata-Flavor"] == "Google"
-            self.send_response(200)
-            self.end_headers()
-            return io.BytesIO(said[self.path.rpartition("/")[2]])
-
-        def log_message(self, *_):
-            pass
-
-    def announce(rows):
-        if trainer.cursor.step + 1 == 2:
-            said["maintenance-event"] = b"TERMINATE_ON_HOST_MAINTENANCE"
-            time.sleep(0.3)
-
-    monkeypatch.setattr("groupax.parallel.preemption.POLL_S", 0.02)
-    trainer = a_run(tmp_path)
-    before_updates(trainer, announce)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
-        with pytest.raises(PreemptedError, match="the cloud announced maintenance-event TERMINATE_ON_HOST_MAINTENANCE"):
-            trainer.train()
-        server.shutdown()
-    assert steps_in(tmp_path) == ["step_000002"]
 
 
 class Killed:

@@ -161,7 +161,7 @@ def test_what_reward_functions_log_becomes_a_column_of_a_simple_type(values, kin
     assert (str(column.type), column.to_pylist()) == (kind, wanted)
 
 
-def test_files_beyond_the_budget_go_evenly_but_for_the_first_the_newest_and_the_best():
+def test_files_beyond_the_budget_go_evenly_but_for_the_first_and_the_newest():
     sizes = dict.fromkeys(range(1, 101), 10)
     left = sorted(sizes.keys() - set(to_remove(sizes, 210)))
     assert len(left) == 21
@@ -172,7 +172,7 @@ def test_files_beyond_the_budget_go_evenly_but_for_the_first_the_newest_and_the_
 
 def test_a_log_keeps_to_its_budget_over_processes(tmp_path):
     def write(log, step):
-        log.write(step, [a_rollout(text=f"{step}")], {}, reward=-abs(step - 7.0))
+        log.write(step, [a_rollout(text=f"{step}")], {})
         return {int(path.stem[5:]) for path in tmp_path.glob("step_*")}
 
     write(RolloutLog(tmp_path), 1)
@@ -180,10 +180,8 @@ def test_a_log_keeps_to_its_budget_over_processes(tmp_path):
     log = RolloutLog(tmp_path, 6 * size + size // 2)
     for step in range(2, 21):
         left = write(log, step)
-    assert left >= {1, 7, 20}, "the first, the best and the newest"
+    assert left >= {1, 20}, "the first and the newest"
     assert len(left) <= 6
-    log = RolloutLog(tmp_path, 4 * size + size // 2)  # another process, with less; it reads rewards off the files
-    (tmp_path / "step_000003.parquet").write_bytes(b"damaged")
-    left = write(log, 21)
-    assert left >= {1, 7, 21}
+    left = write(RolloutLog(tmp_path, 4 * size + size // 2), 21)  # another process, with less
+    assert left >= {1, 21}
     assert len(left) <= 4

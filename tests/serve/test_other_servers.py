@@ -1,8 +1,7 @@
-"""Rollouts from vLLM and SGLang: what they are asked, what of their answers counts, and that they have the weights."""
+"""Rollouts from vLLM: what it is asked, what of its answers counts, and that it has the weights."""
 
 import asyncio
 import threading
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from groupax.serve.remote import RemoteServer
 from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_trainer import a_trainer, lines_of
 
-from .other_servers import VLLM, SGLang
+from .other_servers import VLLM
 from .test_remote_rollouts import saved_model
 from .test_server import listening
 
@@ -45,19 +44,18 @@ def test_servers_that_take_no_weights_are_refused(tiny_model, tmp_path):
     with listening(Starlette(routes=[Route("/v1/models", models)])) as address:
         server = RemoteServer(address, None, 10.0)
         for owner, model, folder, message in (
-            ("somebody", None, shared, "a server of 'somebody', which is not supported; use groupax serve, vLLM or"),
+            ("somebody", None, shared, "a server of 'somebody', which is not supported; use groupax serve or vLLM"),
             ("vllm", "other", shared, "has no model 'other'; it has gpt"),
             ("vllm", None, None, "is a server of vLLM.*set rollout_correction, e.g. to 'token_truncate'"),
-            ("sglang", None, None, "is a server of SGLang.*set rollout_correction"),
         ):
             cards[0]["owned_by"] = owner
             with pytest.raises(RunError, match=message):
                 identify_server(server, model, tiny_model.config, None, folder)
         found = []
-        for owner in ("groupax", "vllm", "sglang"):
+        for owner in ("groupax", "vllm"):
             cards[0]["owned_by"] = owner
             found.append(type(identify_server(server, None, tiny_model.config, None, shared)).__name__)
-        assert found == ["Groupax", "VLLM", "SGLang"]
+        assert found == ["Groupax", "VLLM"]
 
 
 # -- servers that do not do it at once
@@ -164,15 +162,15 @@ def with_(**changes):
         (lambda _: [], "responds without token ids"),
         (lambda whole: {"choices": whole["choices"][1:]}, "responds with 1 completions instead of 2"),
         *((without(name), "responds without token ids") for name in ("token_ids", "logprobs", "text", "finish_reason")),
-        (with_(token_ids=[]), "responds with 0 tokens"),
-        (with_(token_ids=[5] * 99, logprobs={"token_logprobs": [-1.0] * 99}), "responds with 99 tokens, where 1 to"),
-        (with_(token_ids=[10**6]), "outside of the model's vocabulary"),
-        (with_(token_ids=[-1]), "outside of the model's vocabulary"),
-        (with_(token_ids=["5"]), "outside of the model's vocabulary"),
-        (with_(text=None), "and a text are expected"),
         *(
-            (with_(logprobs={"token_logprobs": logps}), "log-probs that are not 1 finite numbers")
-            for logps in ([], ["NaN"], [None], ["-1"], [True], None)
+            (with_(**changed), "responds without a text and 1 to 1 tokens of the model's vocabulary of 96")
+            for changed in (
+                {"token_ids": []},
+                {"token_ids": [5] * 99, "logprobs": {"token_logprobs": [-1.0] * 99}},
+                *({"token_ids": [token]} for token in (10**6, -1, "5")),
+                {"text": None},
+                *({"logprobs": {"token_logprobs": logps}} for logps in ([], ["NaN"], [None], ["-1"], [True], None)),
+            )
         ),
     ],
 )
@@ -243,12 +241,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def servers(folder):
-    """One of each, and their addresses."""
-    tokenizer = a_tokenizer(eos_token="<eos>")
-    with ExitStack() as stack:
-        running = [VLLM(folder, tokenizer), SGLang(folder, tokenizer)]
-        yield {type(each).__name__: (each, stack.enter_context(listening(each.app))) for each in running}
+def server(folder):
+    return VLLM(folder, a_tokenizer(eos_token="<eos>"))
+
+
+@pytest.fixture(scope="module")
+def address(server):
+    with listening(server.app) as address:
+        yield address
 
 
 def sampler_for(folder, address, tmp_path):
@@ -266,14 +266,10 @@ def completions(sampler, params=PARAMS):
 
 @pytest.mark.drawn(2, "servers")
 @pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [("VLLM", {"max_staleness": 1}), ("SGLang", {"lora_r": 4, "lora_alpha": 8.0})],
-    ids=["VLLM", "SGLang"],
-)
-def test_training_goes_on_with_their_tokens_and_they_with_its_weights(tmp_path, folder, servers, name, settings):
-    server, address = servers[name]
-    shared = {"rollout_folder": str(tmp_path / "shared")} if name == "VLLM" else {}
+@pytest.mark.parametrize("settings", [{"max_staleness": 1}, {"lora_r": 4, "lora_alpha": 8.0}], ids=str)
+def test_training_goes_on_with_its_tokens_and_it_with_the_policys_weights(tmp_path, folder, server, address, settings):
+    stale = settings.get("max_staleness", 0)
+    shared = {"rollout_folder": str(tmp_path / "shared")} if stale else {}
     trainer = a_trainer(
         tmp_path, model=str(folder), rollout_servers=address, rollout_correction="token_truncate", **shared, **settings
     )
@@ -284,10 +280,9 @@ def test_training_goes_on_with_their_tokens_and_they_with_its_weights(tmp_path, 
     assert len(lines) == 3
     assert server.num_sampled - before == 3 * 16
     # log-probs under the learner's policy are those of the server: it had these weights, and not the ones before them
-    stale = 1 if name == "VLLM" else 0
     same = [line["rollout/logp_diff_max"] < 1e-3 for line in lines]
     assert same == ([True] * 3 if not stale else [True, False, False])
-    reloads = [body for path, body in server.seen[asked:] if path in ("/collective_rpc", "/update_weights_from_disk")]
+    reloads = [body for path, body in server.seen[asked:] if path == "/collective_rpc"]
     assert len(reloads) == (2 if stale else 3)
     place, newest = tmp_path / ("shared" if stale else "run/rollout_weights"), trainer.collector.engine.version
     [own] = place.iterdir()
@@ -295,8 +290,7 @@ def test_training_goes_on_with_their_tokens_and_they_with_its_weights(tmp_path, 
 
 
 @pytest.mark.heavy
-def test_log_probs_that_are_not_of_the_draws_are_refused(tmp_path, folder, servers):
-    server, address = servers["VLLM"]
+def test_log_probs_that_are_not_of_the_draws_are_refused(tmp_path, folder, server, address):
     plain = SamplingParams(n=2, max_tokens=6, seed=1)
     sampler = sampler_for(folder, address, tmp_path)
     rows = completions(sampler, plain)
@@ -314,12 +308,11 @@ def test_log_probs_that_are_not_of_the_draws_are_refused(tmp_path, folder, serve
 
 
 @pytest.mark.heavy
-def test_servers_that_cannot_reload_are_the_end(tmp_path, folder, servers):
-    for _, address in servers.values():
-        sampler = sampler_for(folder, address, tmp_path)
-        sampler._shared.save = lambda *_: tmp_path / "nowhere"  # a folder that it does not see
-        with pytest.raises(RunError, match=r"returned (400|500): .* must see .*nowhere"):
-            completions(sampler)
+def test_servers_that_cannot_reload_are_the_end(tmp_path, folder, address):
+    sampler = sampler_for(folder, address, tmp_path)
+    sampler._shared.save = lambda *_: tmp_path / "nowhere"  # a folder that it does not see
+    with pytest.raises(RunError, match=r"returned 500: .* must see .*nowhere"):
+        completions(sampler)
     plain = VLLM(folder, a_tokenizer(eos_token="<eos>"), dev_mode=False)
     says = r"/collective_rpc returned 404.*VLLM_SERVER_DEV_MODE=1"
     with listening(plain.app) as address, pytest.raises(RunError, match=says):

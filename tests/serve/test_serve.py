@@ -69,13 +69,10 @@ def test_settings_default_to_those_of_the_engine():
         ({"response_format": FORMAT}, ("json_schema", json.dumps(SCHEMA))),
         ({"response_format": {"type": "text"}, "regex": "a+"}, ("regex", "a+")),
         ({"json_schema": json.dumps(SCHEMA)}, ("json_schema", json.dumps(SCHEMA))),
-        ({"guided_json": SCHEMA}, ("json_schema", json.dumps(SCHEMA))),
-        ({"guided_choice": ["a.", "b"]}, ("regex", "a\\.|b")),
-        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, ("json_schema", json.dumps(SCHEMA))),
-        ({"structured_outputs": {}, "response_format": None}, None),
+        ({"response_format": None}, None),
     ],
 )
-def test_constraints_under_the_names_of_all_servers(fields, constraint):
+def test_constraints_of_requests(fields, constraint):
     assert parsed(**fields).sampling_params(16).constraint == constraint
 
 
@@ -85,14 +82,13 @@ FAULTS = [
     ({"temperature": 1e-36}, "temperature must be 0 or between 1e-06 and 1000, got 1e-36"),
     ({"stop": ["a"] * 17}, "stop must have at most 16 items, not 17"),
     ({"logit_bias": {"a": 1}}, "logit_bias must have token ids as its keys"),
-    ({"max_tokens": 0}, "max_tokens is 0, but nothing of the prompt is requested"),
-    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs cannot be streamed"),
-    ({"best_of": 3}, "best_of=3 is not supported"),
+    ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+    ({"echo": True}, "echo=True is not supported"),
     ({"max_token": 3}, "unknown field 'max_token'; did you mean max_tokens"),
     ({"response_format": {"type": "xml"}}, "response_format must have the type text, json_object or json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "an object with a schema"),
-    ({"regex": "a", "guided_json": SCHEMA}, "regex and guided_json are several constraints"),
-    ({"structured_outputs": {"grammar": "root ::= a"}}, "structured_outputs has 'grammar', which is not supported"),
+    ({"regex": "a", "response_format": FORMAT}, "regex and json_schema are two constraints"),
+    ({"json_schema": "{}", "response_format": FORMAT}, "response_format and json_schema are two constraints"),
 ]
 CHAT_FAULTS = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of a message must be {'type'"),
@@ -156,6 +152,8 @@ def test_template_arguments_open_reasoning():
         (HERMES, {"reasoning_effort": "high"}, "the chat template reads no 'reasoning_effort'"),
         ("{{ messages[0].content }}", {"tools": [LOOKUP]}, "m has no tools: the chat template writes no tool calls"),
         (None, {}, "the model has no chat template"),
+        (HERMES, {"tools": [LOOKUP], "response_format": FORMAT}, "by tools or by a format, not by both"),
+        (THINKING, {"chat_template_kwargs": {"think": True}, "response_format": FORMAT}, "template opens reasoning"),
     ],
 )
 def test_chats_that_a_template_cannot_write_are_refused(template, fields, message):

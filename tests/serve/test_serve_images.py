@@ -50,8 +50,7 @@ def noise():
 @pytest.fixture(scope="module")
 def server():
     engine = Engine.load(load_recipe("shapes").model)
-    text = Engine.load(load_recipe("arithmetic").model, chat_template="plain")
-    with running({"shapes": engine, "arithmetic": text}) as loop, listening(create_app(loop)) as address:
+    with running(engine, "shapes") as loop, listening(create_app(loop)) as address:
         yield address, engine
 
 
@@ -135,7 +134,10 @@ def test_what_is_no_image_of_a_message_is_refused(server, parts, message):
 @pytest.mark.heavy
 def test_images_are_refused_where_no_model_sees_them(server):
     small = url_of(png(Image.new("RGB", (4, 4))))
-    answer = post(server, "/v1/chat/completions", chat(picture(small), text(), model="arithmetic"))
+    reads = Engine.load(load_recipe("arithmetic").model, chat_template="plain", kv_bytes=1 << 26)
+    asked = chat(picture(small), text(), model="arithmetic")
+    with running(reads, "arithmetic") as loop, listening(create_app(loop)) as address:
+        answer = httpx.post(f"{address}/v1/chat/completions", json=asked, timeout=120)
     assert answer.status_code == 400
     assert "arithmetic reads text only" in answer.json()["error"]["message"]
     body = chat(picture(small), text())

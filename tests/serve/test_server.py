@@ -43,15 +43,14 @@ def demo_model():
     return model, load_tokenizer(model.source, "plain")
 
 
-def demo_engines():
-    """The demo's model and an adapter of it that changes something, which share an engine."""
+def demo_engine():
+    """The demo's model and an adapter of it that changes something."""
     model, tokenizer = demo_model()
     adapted = add_adapter(model, LoRAConfig(r=4, target_modules=["q_proj"]), seed=1)
     assert adapted.adapter is not None
     for layer in adapted.adapter.trained["layers"]:
         layer["q"] = replace(layer["q"], b=layer["q"].b + 0.3)
-    engine = Engine.of(model, tokenizer, {"adapted": adapted}, chunk_steps=16, kv_bytes=1 << 28)
-    return {"demo": engine, "adapted": engine}
+    return Engine.of(model, tokenizer, {"adapted": adapted}, chunk_steps=16, kv_bytes=1 << 28)
 
 
 @contextmanager
@@ -70,9 +69,9 @@ def listening(app, port=0):
 
 
 @contextmanager
-def running(engines, **options):
-    """A loop with these engines, that decodes."""
-    loop = EngineLoop(engines, **options).start()
+def running(engine, name, **options):
+    """A loop with this engine, that decodes."""
+    loop = EngineLoop(engine, name, **options).start()
     try:
         yield loop
     finally:
@@ -84,7 +83,7 @@ def serving_engine(model, tokenizer, name):
     """The address of a server with one model, and a client of OpenAI."""
     engine = Engine.of(model, tokenizer, chunk_steps=8, kv_bytes=1 << 26)
     with (
-        running({name: engine}) as loop,
+        running(engine, name) as loop,
         listening(create_app(loop, Limits(api_keys=(KEY,)))) as address,
         openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client,
     ):
@@ -93,7 +92,7 @@ def serving_engine(model, tokenizer, name):
 
 @pytest.fixture(scope="module")
 def loop():
-    with running(demo_engines(), max_sequences=64) as loop:
+    with running(demo_engine(), "demo", max_sequences=64) as loop:
         yield loop
 
 
@@ -114,7 +113,7 @@ def client(address):
 def engine(loop):
     """The one behind the server, which must have nothing else to do."""
     wait_until(lambda: is_idle(loop))
-    return loop.engines["demo"]
+    return loop.engine
 
 
 def is_idle(loop):
@@ -196,8 +195,7 @@ def test_a_stream_is_the_answer_in_pieces(client, engine):
         assert own
         assert "".join(each.text for each in own) == choice.text
         assert [token for each in own for token in each.token_ids] == choice.token_ids
-        for name in ("token_logprobs", "text_offset"):
-            assert [x for each in own for x in getattr(each.logprobs, name)] == getattr(choice.logprobs, name)
+        assert [x for each in own for x in each.logprobs.token_logprobs] == choice.logprobs.token_logprobs
         assert [each.finish_reason for each in own] == [None] * (len(own) - 1) + [choice.finish_reason]
     assert len(pieces) > len(whole.choices)
     assert last.choices == []
@@ -230,7 +228,7 @@ def test_an_adapter_is_a_model_of_its_own(client, loop, engine):
     assert [model.id for model in client.models.list()] == ["demo", "adapted"]
     assert client.models.retrieve("adapted").max_model_len == 512
     texts = {}
-    for name in loop.engines:
+    for name in loop.names:
         texts[name] = client.completions.create(model=name, prompt="8*(2+5)-17=", temperature=0, max_tokens=24)
         wait_until(lambda: is_idle(loop))
         params = SamplingParams(temperature=0.0, max_tokens=24)
@@ -352,7 +350,7 @@ def test_the_command_serves_within_its_limits_and_drains():
     settings = ["--model", str(load_recipe("arithmetic").model), "--name", "demo", "--port", "0", "--chunk_steps", "8"]
     settings += ["--mesh", "-1", "1", "1", "1", "1", "--api_key", KEY, "--warmup", "1", "--warmup_tokens", "8"]
     settings += ["--chat_template", "plain", "--default_max_tokens", "3", "--max_queue", "6", "--max_body_mb", "0.001"]
-    settings += ["--max_connections", "2", "--prefix_cache_gb", "0.001", "--drain_s", "60", "--no_log_requests"]
+    settings += ["--max_connections", "2", "--drain_s", "60", "--no_log_requests"]
     command = [sys.executable, "-m", "groupax", "serve", *settings]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:

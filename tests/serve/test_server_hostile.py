@@ -13,9 +13,8 @@ import openai
 import pytest
 
 from groupax.serve.app import Limits, create_app
-from groupax.serve.prompts import detokenize, prepare, tokenize
+from groupax.serve.prompts import prepare
 from groupax.serve.protocols import PROTOCOLS
-from groupax.serve.requests import parse_json
 from groupax.serve.web import ApiError, CallerCheck
 from tests.data.test_bridge import LOOKUP, byte_tokenizer
 from tests.data.test_config_and_data import a_tokenizer
@@ -30,16 +29,13 @@ DEEP = json.loads('{"a":' * 200 + "1" + "}" * 200)
 HOSTILE = [
     ("/v1/chat/completions", {"messages": USER, "response_format": {"type": "\x1b[31m"}}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": DEEP}]}),
-    ("/v1/completions", {"prompt": "a", "guided_regex": "(" * 1000}),
+    ("/v1/completions", {"prompt": "a", "regex": "(" * 1000}),
     ("/v1/responses", {"input": "a", "metadata": {"\udc00": ["\ud800"]}}),
     ("/v1/responses", {"input": "a", "instructions": "b", "user": [math.inf]}),
     ("/v1/responses", {"input": "a", "include": ["file_search\x1b[31m"]}),
     ("/v1/messages", {"messages": [{"role": "root", "content": "a"}], "max_tokens": 4}),
     ("/v1/messages/count_tokens", {}),
-    ("/tokenize", []),
-    ("/detokenize", {"tokens": [10**9]}),
-    ("/pause?mode=" + "x" * 5000, {}),
-    ("/pause?mode=%1b%5b31m", {}),
+    ("/%1b%5b31m?" + "x" * 5000, {}),
 ]
 RAW = [
     *(b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b"\x00", b"[" * 100_000, b"{'a': 1}"),
@@ -70,7 +66,7 @@ NAMED = [  # with the field that the error has to name
 PATHS = [
     ("GET", "/v1/completions"), ("PUT", "/v1/completions"), ("DELETE", "/v1/models"), ("POST", "/health"), ("GET", "/"),
     ("GET", "/v1/models/none"), ("GET", "/v1/../etc/passwd"), ("POST", "/v1/embeddings"), ("GET", "/%00"),
-    ("TRACE", "/v1/models"), ("POST", "/groupax/v1/weights"), ("PUT", "/groupax/v1/weights/x"),
+    ("TRACE", "/v1/models"), ("POST", "/groupax/v1/weights"), ("PUT", "/groupax/v1/weights"),
 ]  # fmt: skip
 
 
@@ -79,7 +75,7 @@ def loop(tiny_model):
     engine = engine_for(tiny_model, 1, kv_bytes=1 << 26)
     engine.tokenizer = a_tokenizer(eos_token="<eos>")
     engine.tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}{% endfor %}"
-    with running({"tiny": engine}, max_sequences=64) as loop:
+    with running(engine, "tiny", max_sequences=64) as loop:
         yield loop
 
 
@@ -110,7 +106,6 @@ def test_bad_requests_get_clear_errors(loop, caplog):
     assert "Traceback" not in caplog.text
     assert len(lines) >= 60
     assert all(line.isprintable() and len(line) < 300 for line in lines)
-    assert not loop.is_paused
 
 
 SCHEMA = LOOKUP["function"]["parameters"]
@@ -144,7 +139,7 @@ MESSAGES = [
 
 
 BODIES = {
-    "/v1/completions": {"prompt": ["a", [1, 2]], "echo": True, "logprobs": 2, "max_tokens": 0, "prompt_logprobs": 2},
+    "/v1/completions": {"prompt": ["a", [1, 2]], "echo": False, "logprobs": 2, "max_tokens": 5},
     "/v1/chat/completions": {
         "messages": CHAT, "tools": [LOOKUP], "tool_choice": {"type": "function", "function": {"name": "lookup"}},
         "max_tokens": 5, "stop": ["a"], "response_format": {"type": "text"},
@@ -163,8 +158,6 @@ BODIES = {
         "tool_choice": {"type": "tool", "name": "lookup", "disable_parallel_tool_use": True},
         "output_config": {"effort": "high"},
     },
-    "/tokenize": {"messages": CHAT, "tools": [LOOKUP], "return_token_strs": True, "model": "m"},
-    "/detokenize": {"tokens": [1, 2]},
 }  # fmt: skip
 
 
@@ -209,13 +202,7 @@ def test_requests_with_faults_are_answered_or_refused(num_requests):
         path = [*BODIES][number % len(BODIES)]
         body = with_a_fault(BODIES[path], rng)
         try:
-            if path in PROTOCOLS:
-                prepare(PROTOCOLS[path].parse(json.dumps(body).encode()), model, 8, 8)
-            else:
-                given = {
-                    name: value for name, value in parse_json(json.dumps(body).encode()).items() if value is not None
-                }
-                (tokenize if path == "/tokenize" else detokenize)(given, model)
+            prepare(PROTOCOLS[path].parse(json.dumps(body).encode()), model, 8, 8)
             statuses.append(200)
         except ApiError as error:
             statuses.append(error.status)

@@ -13,7 +13,7 @@ from groupax import SamplingParams, init_model
 from groupax.engine import programs
 from groupax.engine.plan import CacheShape
 from groupax.serve import loop as loop_module
-from groupax.serve.app import Limits, create_app
+from groupax.serve.app import create_app
 from groupax.serve.loop import EngineLoop
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
@@ -34,7 +34,7 @@ def engine(tiny_model):
 
 @pytest.fixture
 def loop(engine):
-    loop = EngineLoop({"tiny": engine})
+    loop = EngineLoop(engine, "tiny")
     yield loop
     loop.close()
 
@@ -92,82 +92,12 @@ def test_what_still_waits_at_the_end_hears_of_it(loop, dies):
 
 
 @pytest.mark.heavy
-def test_a_pause_keeps_requests_which_continue_as_if_there_had_been_none(loop, engine):
-    loop.start()
-    [[expected]] = engine.generate([PROMPT], LONG)
-    told, deltas = started(loop)
-    loop.pause("keep").result(60)
-    assert loop.is_paused
-    num_chunks = loop.counts.num_chunks
-    later = queue.Queue()
-    job = loop.submit("tiny", [PROMPT], LONG, later.put)
-    gone = loop.submit("tiny", [PROMPT], LONG, later.put)
-    loop.cancel(gone)
-    loop.between_chunks(lambda: None).result(60)
-    assert loop.counts.num_chunks == num_chunks
-    assert loop.counts.num_waiting == len(job.sequences)
-    loop.resume().result(60)
-    assert tokens_of(deltas + finished(told)) == tokens_of(finished(later)) == expected.tokens
-
-
-@pytest.mark.heavy
-def test_pauses_wait_for_running_requests_or_abort_them(loop):
-    loop.start()
-    told, deltas = started(loop)
-    pause, later = loop.pause("wait"), ask(loop)
-    pause.result(60)
-    assert (deltas + finished(told))[-1].finish_reason == "length"
-    assert later.empty()
-    loop.resume().result(60)
-    assert finished(later)[-1].finish_reason == "length"
-    told, deltas = started(loop)
-    loop.pause("keep").result(60)
-    loop.pause("abort").result(60)
-    assert finished(told)[-1].finish_reason == "abort"
-    assert (loop.counts.num_running, loop.counts.num_waiting) == (0, 0)
-    loop.resume().result(60)
-    told, deltas = started(loop)
-    pauses = [loop.pause("wait"), loop.pause("keep")]
-    loop.close()
-    assert (deltas + finished(told))[-1].finish_reason in ("abort", "length")
-    assert all(pause.done() for pause in pauses)
-
-
-def test_a_server_is_paused_with_a_key_only(loop):
-    loop.start()
-
-    async def statuses():
-        async def status(limits, method, path, **headers):
-            app = httpx.ASGITransport(create_app(loop, limits))
-            async with httpx.AsyncClient(transport=app, base_url="http://localhost", headers=headers) as client:
-                answer = await client.request(method, path)
-                return answer.status_code, answer.json()
-
-        keyed, key = Limits(api_keys=("secret",)), {"authorization": "Bearer secret"}
-        assert (await status(Limits(), "POST", "/pause?mode=keep"))[0] == 403
-        assert (await status(keyed, "POST", "/pause?mode=keep"))[0] == 401
-        for query, message in (
-            ("mode=stop%0A", "mode must be one of keep, wait, abort"),
-            ("mode=keep&clear_cache=true", "'clear_cache' is not supported; a pause has only a mode"),
-        ):
-            code, answer = await status(keyed, "POST", f"/pause?{query}", **key)
-            assert code == 400
-            assert message in answer["error"]["message"]
-        assert await status(keyed, "POST", "/pause?mode=keep", **key) == (200, {"status": "paused"})
-        assert await status(keyed, "GET", "/is_paused", **key) == (200, {"is_paused": True})
-        assert await status(keyed, "POST", "/resume", **key) == (200, {"status": "resumed"})
-        assert await status(keyed, "GET", "/is_paused", **key) == (200, {"is_paused": False})
-
-    asyncio.run(statuses())
-
-
-@pytest.mark.heavy
 def test_wide_requests_join_in_parts_and_small_ones_pass_them(loop, engine, monkeypatch):
     monkeypatch.setattr(loop_module, "PART", 4)
     params = SamplingParams(n=30, max_tokens=24, seed=5, ignore_eos=True)
     [expected] = engine.generate([PROMPT], params)
     wide, num_running = queue.Queue(), []
-    loop = EngineLoop({"tiny": engine}).start()
+    loop = EngineLoop(engine, "tiny").start()
 
     def tell(delta):
         wide.put(delta)
@@ -220,7 +150,7 @@ def compiled():
 
 @pytest.mark.heavy
 def test_a_server_is_ready_when_it_is_warm(engine, compiled):
-    loop = EngineLoop({"tiny": engine})
+    loop = EngineLoop(engine, "tiny")
     loop.is_ready = False
 
     async def status(path):
@@ -242,7 +172,7 @@ def test_a_server_is_ready_when_it_is_warm(engine, compiled):
         requests = [ask(loop, SamplingParams(max_tokens=16), prompt) for prompt in ([5, 6], [7] * 16)]
         assert [finished(each)[-1].finish_reason is not None for each in requests] == [True] * 2
         assert compiled == []
-        loop.programs["tiny"].close()  # three completions never get four slots, and share two
+        loop.programs.close()  # three completions never get four slots, and share two
         finished(ask(loop, SamplingParams(n=3, max_tokens=16), [5, 6]), 3)
     finally:
         loop.close()
@@ -251,19 +181,19 @@ def test_a_server_is_ready_when_it_is_warm(engine, compiled):
 @pytest.mark.heavy
 def test_a_completion_starts_before_all_is_compiled_that_it_may_need(compiled):
     model = init_model({**TINY, "max_position_embeddings": 1024}, seed=0)
-    with running({"tiny": engine_for(model, 1)}) as loop:
+    with running(engine_for(model, 1), "tiny") as loop:
         loop.warm_up([1], 16)
-        num_before, told, num_compiled = loop.programs["tiny"].num_compiled, queue.Queue(), []
+        num_before, told, num_compiled = loop.programs.num_compiled, queue.Queue(), []
         params = SamplingParams(max_tokens=400, seed=3, ignore_eos=True)
 
         def tell(growth):
-            num_compiled.append(loop.programs["tiny"].num_compiled)
+            num_compiled.append(loop.programs.num_compiled)
             told.put(growth)
 
         compiled.clear()
         loop.submit("tiny", [np.array([5, 6], np.int32)], params, tell)
         deltas = finished(told)
-        assert num_compiled[0] < loop.programs["tiny"].num_compiled
+        assert num_compiled[0] < loop.programs.num_compiled
         assert num_compiled[-1] > num_before
         assert not [seconds for name, seconds in compiled if name == "engine"]
         [[expected]] = engine_for(model, 1).generate([np.array([5, 6])], params)

@@ -4,21 +4,16 @@ import json
 import re
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import openai
 import pytest
 from pydantic import BaseModel, Field
 
 from groupax import init_model, load_model
 from groupax.data.tokenizer import load_tokenizer
-from groupax.models.decoder import logits
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import chat_tokenizer
 from tests.data.test_bridge import LOOKUP
 
-from .test_serve import SCHEMA
 from .test_server import KEY, serving_engine
 
 pytestmark = pytest.mark.heavy
@@ -123,7 +118,7 @@ def test_an_openai_client_asks_for_responses(client):
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     with pytest.raises(openai.BadRequestError, match=r"previous_response_id.*send the whole conversation as input"):
         client.responses.create(input="Hi", model="tiny", previous_response_id="resp_1")
-    with pytest.raises(openai.BadRequestError, match="chat completions have log-probs, and return_token_ids"):
+    with pytest.raises(openai.BadRequestError, match=r"include=.* is not supported"):
         client.responses.create(input=USER, model="tiny", include=["message.output_text.logprobs"])
 
 
@@ -182,82 +177,6 @@ def test_an_anthropic_client_gets_errors_and_ends_of_its_kind(anthropic_client):
     assert TOKENIZER.decode(more.prompt_token_ids).endswith("<|im_start|>assistant\nA word is")
 
 
-def log_probs(model, ids):
-    return np.asarray(jax.nn.log_softmax(logits(model.config, model.params, jnp.asarray([ids]))[0]))
-
-
-def test_an_echo_has_log_probs_of_the_prompt(client, model):
-    ids = [TOKENIZER(text)["input_ids"] for text in ("Some words.", "A longer prompt: " + "words " * 30)]
-    given = {"model": "tiny", "prompt": ids, "logprobs": 2, "echo": True, "temperature": 0.0, "seed": 3}
-    whole = client.completions.create(**given, max_tokens=1)
-    for prompt, choice in zip(ids, whole.choices, strict=True):
-        expected, found = log_probs(model, prompt), choice.logprobs
-        assert found.token_logprobs[0] is None
-        assert found.top_logprobs[0] is None
-        of_tokens = expected[np.arange(len(prompt) - 1), prompt[1:]]
-        assert np.allclose(found.token_logprobs[1:-1], of_tokens, atol=1e-5)
-        assert found.token_logprobs[-1] == pytest.approx(expected[-1].max(), abs=1e-5)
-        for logp, top, row in zip(found.token_logprobs[1:], found.top_logprobs[1:], expected, strict=True):
-            assert max(top.values()) == pytest.approx(row.max(), abs=1e-5)
-            assert logp in top.values()
-        assert "".join(found.tokens) == choice.text
-        assert [
-            choice.text.find(each, at) for each, at in zip(found.tokens, found.text_offset, strict=True)
-        ] == found.text_offset
-    scored = client.completions.create(**given, max_tokens=0)
-    assert scored.usage.completion_tokens == 0
-    for choice, more in zip(scored.choices, whole.choices, strict=True):
-        assert choice.finish_reason == "length"
-        assert choice.logprobs.token_logprobs == more.logprobs.token_logprobs[:-1]
-        assert choice.logprobs.text_offset == more.logprobs.text_offset[:-1]
-    pieces = [
-        piece.choices[0]
-        for piece in client.completions.create(**{**given, "prompt": ids[0]}, max_tokens=1, stream=True)
-    ]
-    for name in ("token_logprobs", "text_offset"):
-        parts = [value for piece in pieces for value in getattr(piece.logprobs, name)]
-        assert parts == getattr(whole.choices[0].logprobs, name)
-
-
-def test_prompts_have_log_probs_by_token_id(client, model):
-    given = {"model": "tiny", "max_tokens": 1, "extra_body": {"prompt_logprobs": 1, "return_token_ids": True}}
-    text = client.completions.create(prompt="Some words.", **given).choices[0]
-    chat = client.chat.completions.create(messages=USER, **given)
-    for ids, found in ((text.prompt_token_ids, text.prompt_logprobs), (chat.prompt_token_ids, chat.prompt_logprobs)):
-        assert found[0] is None
-        for token, entry, row in zip(ids[1:], found[1:], log_probs(model, ids), strict=False):
-            assert entry[str(token)]["logprob"] == pytest.approx(row[token], abs=1e-5)
-            assert entry[str(token)]["rank"] == 1 + (row > row[token]).sum()
-            assert entry[str(row.argmax())]["rank"] == 1
-
-
-def test_texts_and_chats_have_tokens(client, address):
-    def ask(path, **body):
-        return client.post(f"{address}/{path}", body=body, cast_to=object)
-
-    text = "Hi<|im_end|>"
-    assert ask("tokenize", prompt=text, add_special_tokens=False)["tokens"] == TOKENIZER(text)["input_ids"]
-    chat = ask("tokenize", messages=USER, tools=[LOOKUP], return_token_strs=True)
-    given = {"model": "tiny", "messages": USER, "tools": [LOOKUP], "extra_body": {"return_token_ids": True}}
-    asked = client.chat.completions.create(**given, max_tokens=1)
-    assert chat["tokens"] == asked.prompt_token_ids
-    assert (chat["count"], chat["max_model_len"]) == (len(chat["tokens"]), 2048)
-    assert chat["token_strs"] == TOKENIZER.convert_ids_to_tokens(chat["tokens"])
-    assert ask("detokenize", tokens=chat["tokens"])["prompt"] == TOKENIZER.decode(chat["tokens"])
-    info = client.get(f"{address}/tokenizer_info", cast_to=object)
-    assert (info["eos_token"], info["model_max_length"]) == ("<|im_end|>", 2048)
-    assert client.get(f"{address}/version", cast_to=object)["version"]
-    for path, body, message in [
-        ("tokenize", {}, "prompt is missing"),
-        ("tokenize", {"prompt": "x", "messages": USER}, "unknown field 'prompt'"),
-        ("tokenize", {"messages": USER, "add_special_tokens": True}, "add_special_tokens must be false"),
-        ("tokenize", {"prompt": "x", "model": "other"}, "there is no model 'other'"),
-        ("detokenize", {"tokens": [1 << 20]}, "tokens names token 1048576"),
-    ]:
-        with pytest.raises(openai.APIStatusError, match=message):
-            ask(path, **body)
-
-
 # -- structured responses
 
 
@@ -279,7 +198,7 @@ def test_an_openai_client_parses_what_it_receives(stories):
             assert stream.get_final_completion().choices[0].message.parsed == parsed_pet
 
         text = {"model": "stories", "prompt": "Once", "seed": 1, "max_tokens": 30}
-        extra = {"structured_outputs": {"regex": " [a-z]{1,9}ing[.]"}, "return_token_ids": True}
+        extra = {"regex": " [a-z]{1,9}ing[.]", "return_token_ids": True}
         [choice] = client.completions.create(**text, extra_body=extra).choices
         assert re.fullmatch(" [a-z]{1,9}ing[.]", choice.text)
         free = client.completions.create(**text)  # in the same programs as constrained ones, or in its own
@@ -287,50 +206,3 @@ def test_an_openai_client_parses_what_it_receives(stories):
         for regex, message in (("(", "is not valid"), ("(?=a)b", "look-around")):
             with pytest.raises(openai.BadRequestError, match=message):
                 client.completions.create(**text, extra_body={"regex": regex})
-
-
-STRICT = {
-    "type": "function",
-    "function": {"name": "feed", "parameters": Pet.model_json_schema(), "strict": True, "description": "Feeds a pet."},
-}
-
-
-def test_arguments_of_strict_tools_are_valid():
-    tokenizer = chat_tokenizer()
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048, "eos_token_id": tokenizer.eos_token_id}
-    model = init_model({**TINY, **sizes}, seed=0)
-    chat = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": [STRICT], "max_tokens": 200}
-    chat["parallel_tool_calls"] = False
-    with serving_engine(model, tokenizer, "tiny") as (_, client):
-        create = client.chat.completions.create
-        for choice in ("required", {"type": "function", "function": {"name": "feed"}}):
-            for answer in create(**chat, n=4, seed=1, tool_choice=choice).choices:
-                assert answer.finish_reason == "tool_calls"
-                for call in answer.message.tool_calls:
-                    Pet.model_validate_json(call.function.arguments)
-        loose = {"name": "walk", "parameters": {"type": "object", "properties": {"steps": {"enum": [1, 23]}}}}
-        bare = {"name": "rest", "description": "Rests."}
-        tools = [{"type": "function", "function": each} for each in (loose, bare)]
-        for tool in tools:
-            [called] = create(**{**chat, "tools": [tool]}, tool_choice="required", seed=2).choices
-            [one, *_] = called.message.tool_calls
-            assert one.function.name == tool["function"]["name"]
-            assert set(json.loads(one.function.arguments)) <= {"steps"}
-        named = {"type": "function", "function": {"name": "rest"}}
-        [rested] = create(**{**chat, "tools": tools}, tool_choice=named).choices
-        assert [call.function.arguments for call in rested.message.tool_calls] == ["{}"]
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-        answers = create(**chat, n=8, seed=1, response_format=form).choices
-        for answer in answers:
-            if answer.message.tool_calls:
-                Pet.model_validate_json(answer.message.tool_calls[0].function.arguments)
-            else:
-                assert set(json.loads(answer.message.content)) == {"a"}
-        assert {answer.finish_reason for answer in answers} == {"stop", "tool_calls"}
-        assert create(**chat, seed=1).choices[0].finish_reason == "stop"  # text that begins no call, which ended
-        tokenizer.chat_template += "{% if thinks %}<think>{% endif %}"
-        with pytest.raises(openai.BadRequestError, match="the chat template opens reasoning"):
-            create(**chat, response_format=form, extra_body={"chat_template_kwargs": {"thinks": True}})
-        refused = {**STRICT, "function": {**STRICT["function"], "parameters": {"type": "object", "not": {}}}}
-        with pytest.raises(openai.BadRequestError, match="has 'not', which is not supported"):
-            create(**{**chat, "tools": [refused]})

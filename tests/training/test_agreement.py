@@ -17,7 +17,8 @@ from groupax.core.types import Row
 from groupax.models.decoder import logits
 from groupax.models.execution import DIRECT
 from groupax.parallel.mesh import num_data_shards
-from groupax.training.packing import pack, plan_micro_batches
+from groupax.training.packing import pack
+from groupax.training.shapes import plan_micro_batches
 from groupax.training.step import StepSettings, score, shard_batch
 from tests.conftest import LATENTS, TINY, rest_heavy
 

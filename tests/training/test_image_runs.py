@@ -20,7 +20,7 @@ from groupax.data.images import images_of, read_image, with_images, without_imag
 from groupax.data.prompts import encode_examples
 from groupax.engine.engine import Engine, new_sequences
 from groupax.engine.images import check_images, lookup_tokens
-from groupax.engine.prefix_cache import Prefix, PrefixCache
+from groupax.engine.prefix_cache import Place, Prefix
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
 from groupax.models.vision.placement import num_features, place_images
@@ -191,9 +191,8 @@ def test_prompts_with_equal_tokens_and_other_images_share_no_prefix():
     assert (first[:begin] == other[:begin]).all()
     assert (first[ids == IMAGE] != other[ids == IMAGE]).all()
     assert (first[ids == IMAGE] < 0).all()
-    cache = PrefixCache(1 << 20)
-    cache.add(Prefix(first, [np.zeros((1, 1, len(ids)))], [np.zeros((1, len(ids), 1))]))
-    assert (cache.find(same)[0], cache.find(other)[0]) == (len(ids), begin)
+    place = Place(len(ids), Prefix(first, [np.zeros((1, 1, len(ids)))], [np.zeros((1, len(ids), 1))]))
+    assert (place.find(same, 0)[0], place.find(other, 0)[0]) == (len(ids), begin)
 
 
 def test_a_sequence_must_have_the_images_that_its_tokens_stand_for():

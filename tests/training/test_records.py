@@ -15,7 +15,6 @@ from groupax.episodes.play import Prompts
 from groupax.episodes.record import Question, Record, remove_records
 from groupax.episodes.rules import make_rules
 from groupax.rollouts.collector import sample_groups
-from groupax.runs.folder import RunFolder
 from groupax.tools.results import ToolResult
 from groupax.tools.tool import Step, tool
 from tests.episodes.test_episodes import PROMPT, TOKENIZER, Script, call
@@ -233,18 +232,3 @@ def test_records_of_rollouts_in_a_checkpoint_are_removed(tmp_path):
     remove_records(tmp_path / "calls", 13)
     assert not (tmp_path / "calls").exists()
     remove_records(tmp_path / "calls", 14)
-
-
-@pytest.mark.parametrize(
-    ("identity", "afresh", "remain"), [("same", False, True), ("other", False, False), ("same", True, False)]
-)
-def test_a_run_that_was_killed_in_its_first_step_keeps_its_records(tmp_path, identity, afresh, remain):
-    folder = RunFolder(tmp_path / "run")
-    folder.start({}, "same", afresh=False)
-    folder.write_process({})
-    record = Record(folder.records, "rollout_000000")
-    record.add(question(), ToolResult("one", 0.5))
-    record.close()
-    again = RunFolder(tmp_path / "run")
-    again.start({}, identity, afresh=afresh)
-    assert again.records.exists() == remain

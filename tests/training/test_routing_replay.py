@@ -108,7 +108,7 @@ def test_a_step_with_recorded_experts_is_replayed(tmp_path):
         return init_model({**HF, "vocab_size": 13}, seed=1, dtype="bfloat16")
 
     run = tmp_path / "run"
-    a_trainer(tmp_path, model=model(), max_steps=3, routing_replay=True, replay_state_gb=0.0).train()
+    a_trainer(tmp_path, model=model(), max_steps=3, routing_replay=True).train()
     tokenizer = a_tokenizer(eos_token="<eos>")
     for stage in ("data", "loss"):
         given = {"train_dataset": PROMPTS, "processing_class": tokenizer, "stage": stage}

@@ -30,7 +30,7 @@ from groupax.evaluation.items import Completion, Item
 from groupax.events import TokenScores
 from groupax.runs.files import check_unlocked
 from groupax.runs.folder import RunFolder
-from groupax.runs.report.record import read_run
+from groupax.runs.report import read_run
 from groupax.runs.rollout_log import rollout_table, write_table
 from groupax.satellites.view.curves import mean_and_spread, smoothed, thinned
 from groupax.satellites.view.evaluations import item_page
@@ -39,7 +39,6 @@ from groupax.satellites.view.rollouts import Step, cached_step, read_step
 from groupax.satellites.view.runs import Run, Runs, Tail
 from groupax.satellites.view.server import make_server
 from groupax.satellites.view.token_values import TokenTexts
-from groupax.satellites.view.why import exact_shares
 
 STATIC = Path(__file__).parents[2] / "groupax" / "satellites" / "view" / "static"
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202etxt.exe<img src=x onerror=alert(2)>\x00"
@@ -104,7 +103,7 @@ def folder(tmp_path_factory):
 def serving(*folders, token=None):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        server, page = make_server(Runs(folders), port, token)
+        server = make_server(Runs(folders), port, token)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
@@ -112,7 +111,6 @@ def serving(*folders, token=None):
         finally:
             server.should_exit = True
             thread.join()
-            page.close()
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +201,7 @@ def test_curves_are_smoothed_by_what_is_near_and_thinned_to_their_extremes():
     assert thinned(x[:500], y[:500], 500)[1].tolist() == y[:500].tolist()
 
 
-def test_the_phases_of_steps_lie_on_a_time_axis(tmp_path):
+def test_steps_have_shares_of_phases(tmp_path):
     run = RunFolder(tmp_path / "run")
     run.start({})
     times = {"rollout": 1.8, "reward": 0.2, "wait": 0.5, "train": 1.0}
@@ -212,12 +210,8 @@ def test_the_phases_of_steps_lie_on_a_time_axis(tmp_path):
         run.write_metrics({"step": step, "step_time": 2.0, **of_step})
     with serving(run.path) as other:
         ask(other, "runs")
-        found = ask(other, "timeline", run="run", num=1)
-    assert found["lanes"] == ["rollout", "wait", "train", "other"]
-    spans = {bar["lane"]: (bar["start_s"], bar["end_s"]) for bar in found["bars"]}
-    assert spans["wait"] == (2.0, 2.5)
-    assert spans["rollout"] == pytest.approx((0.7, 2.5))  # during the update before
-    assert {each["phase"]: each["share"] for each in found["shares"]} == {"wait": 0.25, "train": 0.5, "other": 0.25}
+        found = ask(other, "shares", run="run")
+    assert {each["phase"]: each["share"] for each in found} == {"wait": 0.25, "train": 0.5, "other": 0.25}
 
 
 def test_the_overview_says_what_a_run_is_how_far_it_is_and_what_changed(tmp_path):
@@ -351,7 +345,6 @@ DAMAGE = {
     "config.json": f'{{"reward_weights": [[1], 1{"0" * 400}], "max_steps": 1{"0" * 400}, "deep": {DEEP}}}',
     "run.json": f'{{"processes": [{{"run": {{"steps": "{"9" * 5000}, each"}}, "settings": 7, "end": {DEEP}}}]}}',
     "diagnostics.jsonl": f'{{"name": {DEEP}, "text": {DEEP}, "step": 1e999}}\n',
-    "why/step_000001.json": '{"rows": [{"prompt_index": 1e999, "sample_index": 0, "share": [], "norm": 0}]}',
     "evaluations/step_000005.eval.jsonl": f'{{"prompt": {"[" * 5000}\n',
     "rollouts/step_2.parquet": "",
     f"rollouts/step_{'9' * 200}.parquet": "",
@@ -381,8 +374,8 @@ def test_damaged_files_are_no_failures_of_the_page(folder, tmp_path):
             path.write_text(value)
     (tmp_path / os.fsdecode(b"run-\xff")).mkdir()
     (tmp_path / os.fsdecode(b"run-\xff") / "metrics.jsonl").write_text("")
-    place = {"step": 1, "prompt": 0, "sample": 0, "turn": 0, "name": "reward", "channel": "advantage x ratio"}
-    routes = "overview extremes table timeline config diagnostics step group tokens why text estimates"
+    place = {"step": 1, "prompt": 0, "sample": 0, "turn": 0, "name": "reward", "channel": "policy_logps"}
+    routes = "overview extremes table shares config diagnostics step group tokens text estimates"
     with serving(tmp_path) as port:
         names = [*ask(port, "runs")]
         assert "run-?" in names
@@ -415,57 +408,6 @@ def test_tokens_with_their_numbers(port):
     one = tokens("policy_logps", sample=2)
     assert {sample: row["texts"] for sample, row in one["rows"].items()} == {"2": ["⟨0⟩", "⟨1⟩", "⟨2⟩", "⟨3⟩", "⟨4⟩"]}
     assert "no tokenizer/tokenizer.json" in one["fault"]
-    pushes = tokens("advantage x ratio")["rows"]
-    assert pushes["3"]["values"] == pytest.approx([1.5 * np.exp(0.25)] * 6, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"mask_truncated_completions": True}, {1: {None}, 3: {"masked"}}),
-        ({"mask_truncated_completions": ["max_turns"]}, {1: {None}, 3: {"clipped"}}),
-        ({"importance_sampling_level": "sequence"}, {1: {None}, 3: {None}}),
-        ({"delta": 1.25}, {1: {"clipped"}, 3: {"clipped"}}),
-    ],
-)
-def test_the_loss_of_a_run_says_which_tokens_are_not_pushed(tmp_path, change, expected):
-    settings = {"loss_type": "grpo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None}
-    run = write_run(tmp_path / "run", {**settings, "mask_truncated_completions": False, "delta": None, **change}, 1)
-    with serving(run.path) as port:
-        ask(port, "runs")
-        rows = ask(port, "tokens", run="run", step=1, prompt=1, channel="advantage x ratio")["rows"]
-    assert {sample: set(rows[str(sample)]["dropped"]) for sample in (1, 3)} == expected
-
-
-def test_why_a_step_is_what_it_is(port, tmp_path):
-    found = ask(port, "why", run="alpha", step=3)
-    assert found["facts"]["reward"] == pytest.approx({"value": 0.3, "before": 0.15})
-    assert [each["name"] for each in found["findings"]] == ["kl_runaway"]
-    assert not found["is_exact"]
-    assert len(found["rows"]) == 9  # one of four rows was not trained on
-    assert sum(row["estimate"] for row in found["rows"]) == pytest.approx(1.0)
-    row = next(row for row in found["rows"] if (row["prompt_index"], row["sample_index"]) == (1, 2))
-    sizes = {}
-    for sample in (1, 2, 3):
-        ratio, p = np.exp(0.25), np.exp(np.linspace(-2, -0.5, 3 + sample) + 0.25)
-        sizes[sample] = np.sqrt(np.sum(np.square((sample - 1.5) * ratio * (1 - p))))
-    assert row["estimate"] == pytest.approx(sizes[2] / (3 * sum(sizes.values())), rel=1e-4)
-    assert (found["tokens"][0]["token"], found["tokens"][0]["logp"]) == (0, pytest.approx(-1.75))
-    run = write_run(tmp_path / "it's", {"loss_type": "grpo", "importance_sampling_level": "token", "epsilon": 0.2}, 2)
-    shares = [(0, 1, 0.7, 2.0), (1, 1, -0.1, 0.5), (2, 1, 0.4, 1.0), (2, 2, None, None)]
-    names = ("prompt_index", "sample_index", "share", "norm")
-    (run.path / "why").mkdir()
-    content = {"step": 2, "rows": [dict(zip(names, each, strict=True)) for each in shares]}
-    (run.path / "why" / "step_000002.json").write_text(json.dumps(content))
-    with serving(tmp_path) as other:
-        found = ask(other, "why", run="it's", step=2)
-        assert found["is_exact"]
-        assert [row.get("share") for row in found["rows"][:4]] == [None, 0.7, 0.4, -0.1]
-        assert "'\"'\"'" in found["commands"]["replay"]
-        (run.path / "rollouts" / "step_000002.parquet").unlink()
-        found = ask(other, "why", run="it's", step=2)
-        assert found["fault"] == "The completions of this step were not kept."
-        assert found["rows"][1] == dict(zip(names, shares[0], strict=True))
 
 
 def test_texts_of_tokens_join_to_the_text(tmp_path):
@@ -546,15 +488,11 @@ def test_an_expression_that_could_be_tried_for_ages_ends(tmp_path):
         assert hit["excerpt"] == "ü" + "a" * 319
 
 
-def test_hits_are_newest_first_and_exported_with_their_full_texts(port):
+def test_hits_are_newest_first(port):
     hit = ask(port, "search", run="alpha", q="Answer 1 OF step")["hits"][0]
     assert (hit["step"], hit["excerpt"], hit["advantage"]) == (6, "answer 1 of step 6", -0.5)
-    status, headers, body = request(port, f"/api/export?{urlencode({'run': 'alpha', 'max_length': 3, 'q': HOSTILE})}")
-    assert (status, headers["content-disposition"]) == (200, 'attachment; filename="rollouts.jsonl"')
-    rows = [json.loads(line) for line in body.splitlines()]
-    found = [(row["step"], row["prompt"], row["completion"]) for row in rows]
-    assert found == [(step, HOSTILE, LONG) for step in range(6, 0, -1)]
-    assert rows[0]["rewards"] == {"right": 0.0, "<b>brief</b>": None}
+    hits = ask(port, "search", run="alpha", q=HOSTILE, max_length=3)["hits"]
+    assert [hit["step"] for hit in hits] == [6, 5, 4, 3, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -733,7 +671,7 @@ def make_huge(path):
     "name",
     [
         *("run.json", "config.json", "command.json", "result.json", "diagnostics.jsonl", ".lock"),
-        *("evaluations/a.jsonl", "why/step_000001.json", "rollouts/step_000001.parquet"),
+        *("evaluations/a.jsonl", "rollouts/step_000001.parquet"),
     ],
 )
 def test_files_of_a_strangers_run_are_read_only_if_they_are_files_of_a_usual_size(tmp_path, make, name):
@@ -747,7 +685,7 @@ def test_files_of_a_strangers_run_are_read_only_if_they_are_files_of_a_usual_siz
     assert run.refresh(1.0)
     assert read_run(tmp_path).metrics
     for read in (
-        *(run.config, run.command, run.state, partial(check_unlocked, tmp_path), partial(exact_shares, tmp_path, 1)),
+        *(run.config, run.command, run.state, partial(check_unlocked, tmp_path)),
         *(partial(run.record, "run.json"), partial(run.record, "result.json")),
         lambda: read_step(run.rollout_file(1)),
         partial(item_page, tmp_path / "evaluations/a.jsonl", 0, "all", ""),

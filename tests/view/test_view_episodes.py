@@ -55,8 +55,7 @@ def episodes():
     [group], _ = played(answer, environments=Shop, params=SamplingParams(n=2, max_tokens=20_000))
     scored = {"rewards": {"Shop": group[0].environment_reward}, "advantage": 0.0}
     turns = [replace(turn, rewards={"Shop": turn.reward, HOSTILE: 0.25}) for turn in group[0].turns]
-    given = {"turns": tuple(turns), "turn_advantages": (0.5, -0.5, 0.0, 1.5, 2.0)}
-    return [replace(group[0], **scored, **given), replace(group[1], **scored)]
+    return [replace(group[0], **scored, turns=tuple(turns)), replace(group[1], **scored)]
 
 
 def write_episodes(folder):
@@ -83,8 +82,6 @@ def test_an_episode_is_a_chat_with_its_calls(tmp_path):
         assert ask(port, "text", **where, turn=0, call=1)["text"] == "result " * 600
         assert ask(port, "text", **where, turn=1)["text"] == "turn 1"
         assert "with a call 2" in ask(port, "text", 404, **where, turn=0, call=2)["error"]
-        pushes = ask(port, "tokens", **where, channel="advantage x ratio")["rows"]["0"]  # with advantages of turns
-        assert pushes["dropped"] == [None] * pushes["length"]
         tokens = ask(port, "tokens", **where, channel="policy_logps")["rows"]["0"]
         for part in chat:
             if part["role"] == "assistant":

@@ -33,7 +33,7 @@ def page(tmp_path):
     run = RunFolder(tmp_path / "run")
     run.start({"seed": 1})
     run.write_rollouts(1, [rollout(prompt, sample, images[prompt]) for prompt in range(2) for sample in range(2)], {})
-    app, _ = make_app(Runs([tmp_path]))
+    app = make_app(Runs([tmp_path]))
     return TestClient(app), images, tmp_path / "run"
 
 

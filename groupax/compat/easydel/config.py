@@ -12,27 +12,12 @@ AttentionMechanisms = StrEnum(
     "AttentionMechanisms",
     "AUTO VANILLA FLASH_ATTN2 SPLASH RING CUDNN BLOCKWISE SDPA CUDA_FLASH_ATTN2 PAGED_ATTENTION",
 )
-
-
-class EasyDeLGradientCheckPointers(StrEnum):
-    """The policies of gradient checkpointing."""
-
-    NONE = ""
-    EVERYTHING_SAVEABLE = "everything_saveable"
-    NOTHING_SAVEABLE = "nothing_saveable"
-    CHECKPOINT_DOTS = "checkpoint_dots"
-    CHECKPOINT_DOTS_WITH_NO_BATCH_DMIS = "checkpoint_dots_with_no_batch_dims"
-
-
+EasyDeLGradientCheckPointers = StrEnum(
+    "EasyDeLGradientCheckPointers", "NONE EVERYTHING_SAVEABLE NOTHING_SAVEABLE CHECKPOINT_DOTS"
+)
 SCHEDULES = {"none": "constant", "": "constant", "constant": "constant", "linear": "linear", "cosine": "cosine"}
-CHECKPOINTING = {
-    "": "none",
-    "none": "none",
-    "everything_saveable": "none",
-    "nothing_saveable": "full",
-    "checkpoint_dots": "dots",
-    "checkpoint_dots_with_no_batch_dims": "dots",
-}
+CHECKPOINTING = {"": "none", "none": "none", "everything_saveable": "none", "nothing_saveable": "full"}
+CHECKPOINTING |= {"checkpoint_dots": "dots", "checkpoint_dots_with_no_batch_dims": "dots"}
 
 
 def named(value: Any, known: Any, setting: str) -> str:
@@ -46,40 +31,22 @@ def named(value: Any, known: Any, setting: str) -> str:
     return text
 
 
-# Settings of EasyDeL that its own scripts and pages give, by the reason why they have no effect.
+# Settings of EasyDeL's pages by the reason why they have no effect.
 _INERT = {
-    "one process reports, to metrics.jsonl and rollouts/ in save_directory, and to wandb with use_wandb": """
-        log_all_workers=False report_metrics=True""",
     "wandb reads it from WANDB_ENTITY": "wandb_entity=None",
     "metrics.jsonl receives a line every log_steps": "report_steps=5 verbose=True",
     "a step is automatically split into micro-batches that fit, which do not change its gradient": """
         gradient_accumulation_steps=1""",
     "conversations are rendered by the chat template, and strings are used unchanged": """
         skip_apply_chat_template=False dataset_num_proc=None remove_unused_columns=False""",
-    "prompts are tokenized once and selected by index": """
-        dataloader_num_workers=0 dataloader_pin_memory=False use_data_collator=True use_grain=True
-        truncation_mode='keep_end' eval_batch_size=None""",
     "the mesh is derived from the model, and compiled programs from the shapes": """
-        auto_shard_states=True backend=None performance_mode=False low_mem_usage=True jax_distributed_config=None
-        process_zero_is_admin=True step_partition_spec=None""",
+        auto_shard_states=True performance_mode=False low_mem_usage=True""",
+    "the norms of weights are not logged": "weight_distribution_log_steps=50",
     "the trainer's methods decide what runs": "do_train=True do_eval=False is_fine_tuning=True",
-    "rollouts are sampled by groupax's own engine, in slots and pages that follow from the memory": """
-        use_esurge_generation=True esurge_hbm_utilization=0.45 esurge_max_num_seqs=None esurge_page_size=32""",
 }
 
 
-@arguments(
-    "EasyDeL",
-    inert=_INERT,
-    former={
-        "num_generations": "num_return_sequences",
-        "max_steps": "max_training_steps",
-        "lr_scheduler_type": "scheduler",
-        "generation_temperature": "temperature",
-        "generation_top_p": "top_p",
-        "generation_top_k": "top_k",
-    },
-)
+@arguments("EasyDeL", inert=_INERT)
 class GRPOConfig(Arguments):
     """EasyDeL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
 
@@ -138,8 +105,6 @@ class GRPOConfig(Arguments):
     use_wandb: bool = False
     wandb_name: str | None = None
     track_memory: Any = False
-    weight_distribution_log_steps: int = 0
-    tools: Any = None
 
     def to_native(self) -> Any:
         """Returns the native config."""
@@ -171,7 +136,7 @@ class GRPOConfig(Arguments):
             "save_interval_minutes": self.save_interval_minutes or 0.0,
             "resume": "auto" if self.resume_if_possible else "never",
             "logging_steps": self.log_steps,
-            "progress_bar": self.progress_bar_type,
+            "progress_bar": "rich" if self.progress_bar_type == "tqdm" else self.progress_bar_type,
             "report_to": ("wandb",) if self.use_wandb else (),
             "run_name": self.wandb_name or self.model_name,
             "project": f"EasyDeL-{self.model_name}",

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
 
 from groupax.compat import hf
 from groupax.compat.easydel.config import CHECKPOINTING, AttentionMechanisms, named
@@ -32,9 +31,8 @@ class EasyDeLModel(hf.CausalLM):
         self.trainer_settings = trainer_settings
 
 
-# Arguments of `from_pretrained` without effect in groupax, each with the reason, and those that cause no warning:
-# weights are put on all devices, matmuls accumulate in float32, and safetensors are read without PyTorch.
-INERT = hf.INERT | dict.fromkeys(("partition_axis", "sharding_axis_names"), "the mesh's axes are dp, fsdp, ep, tp, sp")
+# Arguments of `from_pretrained` without a warning: weights are put on all devices, matmuls accumulate in float32, and
+# safetensors are read without PyTorch.
 QUIET = ("auto_shard_model", "precision", "from_torch", "verbose")
 
 
@@ -67,11 +65,11 @@ class AutoEasyDeLModelForCausalLM:
         Raises:
             TypeError: An argument is unknown.
         """
-        hf.warn_inert(inert, QUIET, "from_pretrained", INERT)
-        mesh = None if sharding_axis_dims is None else _mesh(sharding_axis_dims)
+        hf.warn_inert(inert, QUIET, "from_pretrained")
+        mesh = None if sharding_axis_dims is None else make_mesh(mesh_sizes(",".join(map(str, sharding_axis_dims))))
         settings, max_positions = config_settings(config_kwargs or {})
         if dtype is not None:
-            settings["dtype"] = _compute_dtype(dtype)
+            settings["dtype"] = np.dtype(dtype).name
         weights = hf.base_weights(quantization_config)
         stored = None if param_dtype is None else np.dtype(param_dtype).name
         model = load_model(
@@ -92,30 +90,11 @@ def config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], int | No
     if "gradient_checkpointing" in config:
         policy = named(config.pop("gradient_checkpointing"), CHECKPOINTING, "gradient_checkpointing")
         settings["gradient_checkpointing"] = CHECKPOINTING[policy]
-    if config.get("kvdtype") is not None:
-        settings["kv_cache_dtype"] = _compute_dtype(config["kvdtype"])
-    config.pop("kvdtype", None)
-    mechanism = config.pop("attn_mechanism", AttentionMechanisms.AUTO)
-    if native_attention(mechanism) != "auto":
-        settings["attn_implementation"] = native_attention(mechanism)
-    for name in ("attn_dtype", "attn_softmax_dtype"):
-        dtype = config.pop(name, None)
-        if name == "attn_softmax_dtype" and dtype is not None and np.dtype(dtype).name != "float32":
-            warn(f"{name}={np.dtype(dtype).name}: groupax computes the softmax of attention in float32")
+    if (dtype := config.pop("kvdtype", None)) is not None:
+        settings["kv_cache_dtype"] = np.dtype(dtype).name
+    if native_attention(config.pop("attn_mechanism", AttentionMechanisms.AUTO)) != "auto":
+        settings["attn_implementation"] = "plain"
     for name, value in config.items():
-        warn(f"config_kwargs {name}={value!r} changes nothing in groupax: config.json describes the model")
+        reason = "attention weights are computed in float32" if name.startswith("attn_") else "config.json describes it"
+        warn(f"config_kwargs {name}={value!r} changes nothing in groupax: {reason}")
     return settings, max((length for length in lengths if length), default=None)
-
-
-def _compute_dtype(dtype: Any) -> str:
-    name = np.dtype(dtype).name
-    if name not in ("float32", "bfloat16"):
-        raise ValueError(f"groupax computes in float32 or bfloat16, got {name}")
-    return name
-
-
-def _mesh(dims: Sequence[int]) -> Mesh:
-    try:
-        return make_mesh(mesh_sizes(",".join(map(str, dims))))
-    except ValueError as error:
-        raise ValueError(f"sharding_axis_dims={tuple(dims)}: {error}") from error

@@ -19,7 +19,6 @@ from groupax.data.chat import render
 from groupax.data.examples import load_examples
 from groupax.data.prompts import row_template_kwargs
 from groupax.data.tokenizer import is_conversational, prepare_tokenizer
-from groupax.tools.tool import function_schema
 
 # Sampling settings of a `vInference`, with their names in a `GRPOConfig`.
 SAMPLING = {
@@ -39,19 +38,20 @@ class vInference:  # noqa: N801 - EasyDeL's name
     Args:
         model: Model to train.
         tokenizer: Tokenizer of the model.
-        seed: Not used: the seed of a run is that of its config.
+        do_sample: True; greedy completions of a prompt do not differ.
         settings: Sampling settings: the keys of `SAMPLING`.
 
     Raises:
         TypeError: A setting is unknown.
+        ValueError: `do_sample` is False.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, *, seed: Any = None, **settings: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, *, do_sample: bool = True, **settings: Any) -> None:
+        if not do_sample:
+            raise ValueError("do_sample=False: greedy completions of a prompt do not differ; leave it out")
         for name in settings:
             if name not in SAMPLING:
                 raise TypeError(f"vInference has no setting {name!r}{nearest(name, SAMPLING)}")
-        if seed is not None:
-            warn(f"vInference's seed={seed} changes nothing in groupax: set seed in GRPOConfig")
         self.model, self.tokenizer = model, tokenizer
         self.given = {name: value for name, value in settings.items() if value is not None}
 
@@ -68,8 +68,8 @@ class GRPOTrainer:
         train_dataset: Prompts to train on, in a column `prompt`.
         eval_dataset: Prompts to evaluate on.
         processing_class: Tokenizer.
-        data_tokenize_fn: Function of a batch of examples with rendered prompts, the tokenizer and the tools, which
-            returns `input_ids` and optionally `attention_mask` and further columns.
+        data_tokenize_fn: Function of a batch of examples with rendered prompts, the tokenizer and the tools (None),
+            which returns `input_ids` and optionally `attention_mask` and further columns.
 
     Raises:
         ValueError: A setting is not supported by groupax.
@@ -94,11 +94,11 @@ class GRPOTrainer:
             settings = replace(settings, **model.trainer_settings)
         processing_class = processing_class or (vinference and vinference.tokenizer)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        examples = {
-            name: _examples(dataset, name, data_tokenize_fn, processing_class, arguments.tools)
-            for name, dataset in datasets.items()
-            if dataset is not None
-        }
+        examples = {name: load_examples(each, name) for name, each in datasets.items() if each is not None}
+        if data_tokenize_fn is not None:
+            if processing_class is None:
+                raise ValueError("data_tokenize_fn needs a tokenizer; pass it as processing_class")
+            examples = {name: _tokenized(each, data_tokenize_fn, processing_class) for name, each in examples.items()}
         listeners: list[Any] = []
         self.native = native.GRPOTrainer(
             hf.as_model(model),
@@ -150,25 +150,10 @@ def with_sampling(arguments: GRPOConfig, vinference: vInference | None) -> GRPOC
     return merged
 
 
-def _examples(dataset: Any, name: str, tokenize: Callable[..., Any] | None, tokenizer: Any, tools: Any) -> Any:
-    """Returns the examples with a column `prompt`, and the columns of a `data_tokenize_fn`, else one of the tools."""
-    examples = load_examples(dataset, name)
-    if tokenize is None and not tools:
-        return examples
-    rows = [dict(examples[index]) for index in range(len(examples))]
-    if tokenize is None:
-        schemas = [each if isinstance(each, Mapping) else function_schema(each, each.__name__) for each in tools]
-        return [{"tools": schemas, **row} for row in rows]
-    if tokenizer is None:
-        raise ValueError("data_tokenize_fn needs a tokenizer; pass it as processing_class")
-    return _tokenized(rows, tokenize, tokenizer, tools)
-
-
-def _tokenized(
-    rows: list[dict[str, Any]], tokenize: Callable[..., Any], tokenizer: Any, tools: Any
-) -> list[dict[str, Any]]:
-    """Returns the rows with the columns of a `data_tokenize_fn` and unpadded `prompt_ids`."""
+def _tokenized(examples: Any, tokenize: Callable[..., Any], tokenizer: Any) -> list[dict[str, Any]]:
+    """Returns the examples with the columns of a `data_tokenize_fn` and unpadded `prompt_ids`."""
     tokenizer = prepare_tokenizer(tokenizer)
+    rows = [dict(examples[index]) for index in range(len(examples))]
     texts = [
         render(tokenizer, row["prompt"], f"prompt {index}", template_kwargs=row_template_kwargs(row))
         if is_conversational(row["prompt"])
@@ -176,18 +161,12 @@ def _tokenized(
         for index, row in enumerate(rows)
     ]
     batch = {column: [row[column] for row in rows] for column in rows[0]} | {"prompt": texts}
-    columns = dict(tokenize(batch, tokenizer, tools))
+    columns = dict(tokenize(batch, tokenizer, None))
     if "input_ids" not in columns:
         raise ValueError(f"data_tokenize_fn must return input_ids, it returned {', '.join(columns)}")
-    ids, masks = columns.pop("input_ids"), columns.pop("attention_mask", None)
-    if len(ids) != len(rows):
-        raise ValueError(f"data_tokenize_fn returned {len(ids)} rows of input_ids for {len(rows)} examples")
-    kept = [np.asarray(row) for row in ids]
-    if masks is not None:
-        kept = [row[np.asarray(mask) > 0] for row, mask in zip(kept, masks, strict=True)]
-    more = [
-        {column: np.asarray(values[index]).tolist() for column, values in columns.items()} for index in range(len(rows))
-    ]
-    return [
-        {**row, **extra, "prompt_ids": tokens.tolist()} for row, extra, tokens in zip(rows, more, kept, strict=True)
-    ]
+    ids = columns.pop("input_ids")
+    masks = columns.pop("attention_mask", [np.ones(len(row)) for row in ids])
+    for index, (row, tokens, mask) in enumerate(zip(rows, ids, masks, strict=True)):
+        row |= {name: np.asarray(values[index]).tolist() for name, values in columns.items()}
+        row["prompt_ids"] = np.asarray(tokens)[np.asarray(mask) > 0].tolist()
+    return rows

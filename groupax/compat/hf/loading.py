@@ -61,12 +61,10 @@ def base_weights(quantization_config: Any) -> BaseWeights:
         warn(f"llm_int8_skip_modules={skipped} changes nothing in groupax: all matrices of the layers are quantized")
     if str(get("bnb_4bit_compute_dtype")).removeprefix("torch.") == "float16":
         warn("bnb_4bit_compute_dtype=float16 changes nothing in groupax: bf16 of the config chooses the dtype")
-    if get("load_in_8bit"):
-        return "int8"
     if not get("load_in_4bit"):
         raise ValueError(
-            f"quantization_config {type(quantization_config).__name__} sets neither load_in_4bit nor load_in_8bit, "
-            "the quantizations that groupax applies while loading"
+            f"quantization_config {type(quantization_config).__name__} does not set load_in_4bit, the only "
+            "quantization that groupax applies while loading"
         )
     kind, is_double = get("bnb_4bit_quant_type") or "fp4", bool(get("bnb_4bit_use_double_quant"))
     if kind != "nf4" or not is_double:
@@ -89,13 +87,9 @@ def is_peft_model(model: Any) -> bool:
 
 def wrap_with_peft(model: Any, peft_config: Any, seed: int) -> Any:
     """Returns the PyTorch model with a new adapter of PEFT, drawn by the seed; PyTorch's state stays as it was."""
-    import torch  # which the model is of
+    import peft
+    import torch
 
-    try:
-        import peft
-    except ImportError as error:
-        how = "pip install peft, or pass the model's folder or hub id"
-        raise ImportError(f"PEFT adds the adapter of peft_config to a PyTorch model: {how}") from error
     as_lora_config(peft_config)  # refuses what groupax does not support
     if isinstance(peft_config, LoraConfig):
         peft_config = peft.LoraConfig(**vars(peft_config))
@@ -196,25 +190,16 @@ class TorchWeights:
 
     def _check_trainable(self, found: Mapping[str, Any], own: set[str]) -> None:
         trainable = {name for name, parameter in found.items() if parameter.requires_grad}
-        if is_peft_model(self.torch_model):
-            if not own <= trainable:
-                raise ValueError(
-                    "the adapter's weights do not require gradients, as PEFT loads an adapter for inference; load it "
-                    "with PeftModel.from_pretrained(..., is_trainable=True)"
-                )
-            more = sorted(trainable - own)
-            if more:
-                raise ValueError(
-                    f"{len(more)} weights outside of the adapter require gradients ({', '.join(more[:3])}); groupax "
-                    "trains them only if modules_to_save of the adapter's config names them"
-                )
-            return
-        frozen = sorted(found.keys() - trainable)
-        if frozen:
+        if frozen := sorted(own - trainable):
             raise ValueError(
-                f"{len(frozen)} of the model's {len(found)} weights have requires_grad=False "
-                f"({', '.join(frozen[:3])}); groupax trains all weights or an adapter: pass "
-                "peft_config=LoraConfig(...) to train few weights, or leave requires_grad as it was"
+                f"{len(frozen)} of the {len(own)} weights that groupax would train have requires_grad=False "
+                f"({', '.join(frozen[:3])}); load an adapter with PeftModel.from_pretrained(..., is_trainable=True), "
+                "pass peft_config=LoraConfig(...) to train few weights, or leave requires_grad as it was"
+            )
+        if is_peft_model(self.torch_model) and (more := sorted(trainable - own)):
+            raise ValueError(
+                f"{len(more)} weights outside of the adapter require gradients ({', '.join(more[:3])}); groupax trains "
+                "them only if modules_to_save of the adapter's config names them"
             )
 
     def write(self, model: Model) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,13 @@ from groupax.core.storage.hub import push_folder
 from groupax.core.storage.replacing import check_disjoint, is_replaceable, merge_into_folder
 from groupax.engine.engine import Engine
 from groupax.models.lora import PREFIX, adapter_specs, count_params, trainable_params_line
-from groupax.models.specs import CORRECTION_NAMES, HEAD, embedding_name, model_specs
+from groupax.models.specs import CORRECTION_NAMES, model_specs
 from groupax.models.weights.checkpoint import Model
-from groupax.models.weights.nf4 import Nf4
 from groupax.models.weights.quantize import dense, dense_params, is_quantized
 from groupax.models.weights.saving import join_tensors, save_adapter, save_model, source_folders, specs_by_name
 from groupax.parallel import processes
 
 DEFAULT_NEW_TOKENS = 20  # without max_new_tokens and max_length
-_CHANGING = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 
 
 def parameters_of(model: Model) -> Iterator[tuple[str, np.ndarray, bool]]:
@@ -58,14 +56,6 @@ def parameters_of(model: Model) -> Iterator[tuple[str, np.ndarray, bool]]:
                 yield f"{PREFIX}{module}.{part}.default.weight", trained[f"{module}.{part}.weight"], True
 
 
-def tied_name(model: Model) -> tuple[str, str] | None:
-    """Returns the second name of an embedding that is also the head, and its first one; None if it is not."""
-    if not model.config.tie_embeddings or model.config.num_labels:
-        return None
-    prefix = "" if model.adapter is None else PREFIX
-    return prefix + HEAD, prefix + embedding_name(model.config)
-
-
 def _tensors(specs: Any, params: Any) -> Iterator[tuple[str, np.ndarray]]:
     leaves = jax.tree.structure(specs).flatten_up_to(params)
     for parts in specs_by_name(specs).values():
@@ -91,16 +81,15 @@ def _parameter_class() -> Any:
     """Returns the class of these parameters, which needs PyTorch."""
     import torch
 
-    class ReadOnlyParameter(torch.Tensor):
-        """A copy of a weight; changes of it are refused, since they would not reach the model."""
+    class Copy(torch.Tensor):
+        """A copy of a weight, which refuses to be changed, since the model would not change with it."""
 
         _is_param = True
 
         @classmethod
         def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = function.__name__
-            is_in_place = name.endswith("_") and not name.endswith("__")
-            if (is_in_place or name in _CHANGING) and isinstance(args[0], cls):
+            if name == "__set__" or (name.endswith("_") and not name.endswith("__") and isinstance(args[0], cls)):
                 raise RuntimeError(
                     f"{name} would change a copy of a weight of compat.hf's model, not the model; train with an "
                     "adapter to freeze weights, or load the model with transformers and pass that to the trainer"
@@ -108,19 +97,11 @@ def _parameter_class() -> Any:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
 
-    return ReadOnlyParameter
+    return Copy
 
 
 def save_policy(trainer: Any, folder: Any) -> None:
-    """Saves a native trainer's current policy into a folder that may hold other files, even the run's own folder.
-
-    All processes must call this; the primary process writes.
-    """
-    own = trainer.run_folder.path
-    if Path(folder).resolve() == own.resolve():
-        warn(f"{folder} is the run's folder, which has its own config.json; the model is saved in {own / 'model'}")
-        trainer.save_model()
-        return
+    """Saves a native trainer's current policy into a folder that may hold other files. All processes must call this."""
     save_into(trainer.save_model, folder, source_folders(trainer.model), processes.run_on_primary)
 
 
@@ -142,13 +123,14 @@ def save_into(
         ForeignFilesError: The folder holds files of a model that groupax did not write.
         ValueError: The folder is, contains or is inside one of the sources.
     """
-    check_disjoint(Path(folder), sources)
-    if on_primary(lambda: is_replaceable(Path(folder))):
-        save(Path(folder))
+    folder = Path(folder)
+    check_disjoint(folder, sources)
+    if on_primary(lambda: is_replaceable(folder)):
+        save(folder)
         return
     with tempfile.TemporaryDirectory() as name:
         save(Path(name) / "model")
-        on_primary(lambda: merge_into_folder(Path(name) / "model", Path(folder)))
+        on_primary(lambda: merge_into_folder(Path(name) / "model", folder))
 
 
 # Arguments of `from_pretrained` without effect in groupax, each with the reason.
@@ -196,25 +178,15 @@ GENERATION: dict[str, Any] = {
 def generation_settings(model: Model, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of `generate`: the arguments, else the model's generation config, else the defaults."""
     stored = model.generation_config or model.hf_config  # older folders have generation settings in config.json
-    sources = [{name: source.get(name) for name in GENERATION} for source in (stored, given)]
-    settings = GENERATION | {name: value for each in sources for name, value in each.items() if value is not None}
-    if given.get("max_length") is not None and settings["max_new_tokens"] is not None:
-        used = f"max_new_tokens={settings['max_new_tokens']} is used"
-        warn(f"generate's max_length={given['max_length']} changes nothing: {used}")
-    return settings
+    sources = {name: value for name, value in stored.items() if name in GENERATION}, given
+    return GENERATION | {name: value for each in sources for name, value in each.items() if value is not None}
 
 
 class Architecture:
     """A read-only view of a model's architecture: groupax's `ModelConfig`, then the other fields of config.json."""
 
     def __init__(self, model: Model) -> None:
-        vars(self)["_configs"] = model.config, model.hf_config
-
-    def __getattr__(self, name: str) -> Any:
-        own, stored = object.__getattribute__(self, "_configs")  # which a copy lacks at first
-        if not hasattr(own, name) and name not in stored:
-            raise AttributeError(f"the model's config has no {name!r}{nearest(name, stored)}")
-        return getattr(own, name) if hasattr(own, name) else stored[name]
+        vars(self).update({**model.hf_config, **vars(model.config)})
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("use_cache", "pad_token_id", "pretraining_tp"):
@@ -282,19 +254,12 @@ class CausalLM:
 
     def get_parameter(self, target: str) -> Any:
         """Returns a copy of the weight of a name (see `named_parameters`)."""
-        tied = tied_name(self.model)
-        name = tied[1] if tied and target == tied[0] else target
-        for own, value, is_trained in parameters_of(self.model):
-            if own == name:
+        names = []
+        for name, value, is_trained in parameters_of(self.model):
+            if name == target:
                 return as_parameter(value, is_trained)
-        names = [own for own, *_ in parameters_of(self.model)]
+            names.append(name)
         raise AttributeError(f"the model has no weight {target!r}{nearest(target, names)}")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns copies of all weights by name (see `named_parameters`), a tied head and buffers included."""
-        state = {name: as_parameter(value, False).detach() for name, value, _ in parameters_of(self.model)}
-        tied = tied_name(self.model)
-        return {**state, tied[0]: state[tied[1]]} if tied else state
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Returns the number of parameters, or of those that are trained."""
@@ -323,7 +288,7 @@ class CausalLM:
             seed: Seed of the sampling.
             settings: Any of `GENERATION`. A missing or None value comes from the model's generation_config.json, else
                 from `GENERATION`. `max_length` counts the S prompt tokens too and yields to `max_new_tokens`; without
-                both a completion has at most 20 tokens. `use_cache` and `synced_gpus` have no effect.
+                both a completion has at most 20 tokens. `use_cache` has no effect.
 
         Returns:
             [B * num_return_sequences, S + T] tokens, an array or tensor like `input_ids`. Shorter rows are filled up
@@ -334,7 +299,7 @@ class CausalLM:
             ValueError: Prompts are padded on the right, or `max_length` leaves no room for a completion.
         """
         for name in settings:
-            if name not in (*GENERATION, "use_cache", "synced_gpus"):
+            if name not in (*GENERATION, "use_cache"):
                 raise TypeError(f"generate has no argument {name!r}{nearest(name, GENERATION)}")
         ids = np.asarray(input_ids, np.int32)
         mask = np.ones_like(ids) if attention_mask is None else np.asarray(attention_mask)
@@ -348,7 +313,7 @@ class CausalLM:
             drawn = {name: settings[name] for name in names if settings[name] is not None}
         params = SamplingParams(
             n=settings["num_return_sequences"],
-            max_tokens=self._max_new_tokens(settings, ids.shape[1]),
+            max_tokens=_max_new_tokens(self.model, settings, ids.shape[1]),
             repetition_penalty=settings["repetition_penalty"],
             seed=seed,
             stop_token_ids=stops,
@@ -364,19 +329,6 @@ class CausalLM:
             row[: len(completion)] = completion
         out = np.concatenate([np.repeat(ids, params.n, axis=0), new], axis=1)
         return input_ids.new_tensor(out) if hasattr(input_ids, "new_tensor") else out
-
-    def _max_new_tokens(self, settings: Mapping[str, Any], num_prompt_tokens: int) -> int:
-        max_new_tokens, max_length = settings["max_new_tokens"], settings["max_length"]
-        if max_new_tokens is not None:
-            return max_new_tokens
-        if max_length is None:
-            return max(1, min(DEFAULT_NEW_TOKENS, self.model.config.max_positions - num_prompt_tokens))
-        if max_length <= num_prompt_tokens:
-            raise ValueError(
-                f"the prompts have {num_prompt_tokens} tokens, so max_length={max_length} leaves no room for a "
-                "completion; raise it, or set max_new_tokens"
-            )
-        return max_length - num_prompt_tokens
 
     def merge_and_unload(self) -> "CausalLM":
         """Returns the model with its adapter merged into the base weights."""
@@ -399,13 +351,14 @@ class CausalLM:
             )
 
     def save_pretrained(self, folder: Any, **inert: Any) -> None:
-        """Writes a folder for transformers, or for PEFT if there is an adapter; 8-bit weights are dequantized."""
+        """Writes a folder for transformers, or for PEFT if there is an adapter."""
         warn_inert(inert, {"safe_serialization", "max_shard_size"}, "save_pretrained")
         sources = source_folders(self.model)
         if self.model.adapter is not None:
             save_into(partial(save_adapter, self.model), folder, sources)
         else:
-            save_into(partial(save_model, self.model, weights=_storage_format(self.model)), folder, sources)
+            kind = "nf4" if is_quantized(self.model.params) else "same"
+            save_into(partial(save_model, self.model, weights=kind), folder, sources)
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, **inert: Any) -> str:
         """Uploads the model to the Hugging Face hub and returns its URL."""
@@ -420,11 +373,14 @@ class CausalLM:
         return Engine.of(self.model)
 
 
-def _storage_format(model: Model) -> Literal["same", "nf4"]:
-    """Returns "nf4" for a model with 4-bit weights; warns that 8-bit weights are dequantized."""
-    weights = jax.tree.leaves(model.params, is_leaf=lambda x: isinstance(x, Nf4))
-    if any(isinstance(weight, Nf4) for weight in weights):
-        return "nf4"
-    if is_quantized(model.params):
-        warn("save_pretrained: 8-bit weights are dequantized; nf4 is the only quantization that groupax writes")
-    return "same"
+def _max_new_tokens(model: Model, settings: Mapping[str, Any], num_prompt_tokens: int) -> int:
+    if settings["max_new_tokens"] is not None:
+        return settings["max_new_tokens"]
+    if settings["max_length"] is None:
+        return max(1, min(DEFAULT_NEW_TOKENS, model.config.max_positions - num_prompt_tokens))
+    if settings["max_length"] <= num_prompt_tokens:
+        raise ValueError(
+            f"the prompts have {num_prompt_tokens} tokens, so max_length={settings['max_length']} leaves no room for a "
+            "completion; raise it, or set max_new_tokens"
+        )
+    return settings["max_length"] - num_prompt_tokens

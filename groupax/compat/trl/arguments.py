@@ -23,6 +23,8 @@ from groupax.runs.trackers.tracker import PACKAGES, is_installed
 # Shards weights, gradients and optimizer state over all devices, like ZeRO stage 3 and FSDP.
 FULLY_SHARDED = "1,-1,1,1,1"
 OPTIMIZERS = {"adamw": "adamw", "paged_adamw": "adamw", "adafactor": "adafactor", "lion": "lion", "sgd": "sgd"}
+# Fields that take dicts, from a command line as JSON.
+JSON_FIELDS = {"lr_scheduler_kwargs", "deepspeed", "model_init_kwargs", "generation_kwargs", "chat_template_kwargs"}
 SCHEDULERS = {
     "linear": "linear",
     "cosine": "cosine",
@@ -50,11 +52,12 @@ _INERT = {
     "gradient_checkpointing has no options: True recomputes every layer": """
         activation_checkpointing_kwargs=None gradient_checkpointing_kwargs=None""",
     "the log has a line every logging_steps, with the numbers as they are": """
-        logging_first_step=False logging_nan_inf_filter=True include_num_input_tokens_seen='no'""",
+        logging_strategy='steps' logging_first_step=False logging_nan_inf_filter=True
+        include_num_input_tokens_seen='no'""",
     "groupax logs what changes the result, as warnings": "log_level='passive' log_level_replica='warning'",
     "evaluation uses every prompt once, with num_generations_eval completions and the settings of training": """
-        bf16_full_eval=False fp16_full_eval=False eval_do_concat_batches=True eval_use_gather_object=False
-        eval_accumulation_steps=None batch_eval_metrics=False""",
+        per_device_eval_batch_size=8 bf16_full_eval=False fp16_full_eval=False eval_do_concat_batches=True
+        eval_use_gather_object=False eval_accumulation_steps=None batch_eval_metrics=False""",
     "train() trains and evaluate() evaluates": "do_train=False do_eval=False do_predict=False",
     "checkpoints have safetensors and groupax's own state, and those of an earlier run are moved aside": """
         enable_jit_checkpoint=False overwrite_output_dir=False save_safetensors=True""",
@@ -78,7 +81,7 @@ _REFUSED = {
 }
 
 
-@arguments("TRL", inert=_INERT, refused=_REFUSED, former={"evaluation_strategy": "eval_strategy"})
+@arguments("TRL", inert=_INERT, refused=_REFUSED)
 class TrainingArguments(Arguments):
     """The arguments of every trainer of TRL, with the defaults of TRL's own class."""
 
@@ -102,7 +105,6 @@ class TrainingArguments(Arguments):
     fp16: bool = False
     activation_checkpointing: bool | None = None
     gradient_checkpointing: bool = True
-    logging_strategy: str = "steps"
     logging_steps: float = 10
     disable_tqdm: bool | None = None
     report_to: list[str] | str | None = "none"
@@ -110,7 +112,6 @@ class TrainingArguments(Arguments):
     project: str = "huggingface"
     eval_strategy: str = "no"
     eval_steps: float | None = None
-    per_device_eval_batch_size: int = 8
     eval_on_start: bool = False
     save_only_model: bool = False
     save_strategy: str = "steps"
@@ -135,11 +136,14 @@ class TrainingArguments(Arguments):
         for name in ("deepspeed", "run_name", "metric_for_best_model"):  # whose empty texts mean None there
             if getattr(self, name) == "":
                 setattr(self, name, None)
-        for name in self.FIELDS.mappings:
+        for name in ("eval_strategy", "save_strategy", "optim", "lr_scheduler_type"):  # which may be enums
+            value = getattr(self, name)
+            setattr(self, name, getattr(value, "value", value))
+        for name in JSON_FIELDS & self.FIELDS.defaults.keys():
             value = getattr(self, name)
             if isinstance(value, str) and value.startswith("{"):  # other texts are paths
                 setattr(self, name, parse_mapping(value, name))
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
+        if self._seeks_best and self.metric_for_best_model is None:
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
@@ -158,6 +162,11 @@ class TrainingArguments(Arguments):
         return logging.INFO if self.should_log else logging.WARNING
 
     # -- settings of groupax
+
+    @property
+    def _seeks_best(self) -> bool:
+        """True if an evaluation decides which checkpoint matters."""
+        return self.load_best_model_at_end or self.save_strategy == "best"
 
     def compute_settings(self) -> dict[str, Any]:
         """Returns the settings for attention, dtype and sharding."""
@@ -197,7 +206,7 @@ class TrainingArguments(Arguments):
 
     def reporting_settings(self) -> dict[str, Any]:
         """Returns the settings for logging, trackers and the best checkpoint."""
-        metric = self.metric_for_best_model
+        metric = self.metric_for_best_model if self._seeks_best or self.save_strategy != "no" else None
         return {
             "metric_for_best_model": metric and f"eval_{metric.removeprefix('eval_')}",
             "greater_is_better": self.greater_is_better is not False,
@@ -209,9 +218,6 @@ class TrainingArguments(Arguments):
 
     def logged_every(self) -> int:
         """Returns the number of steps between two lines of the log."""
-        strategy = getattr(self.logging_strategy, "value", self.logging_strategy)
-        if strategy != "steps":
-            warn(f"logging_strategy {strategy!r} changes nothing in groupax: metrics are logged every logging_steps")
         if self.logging_steps < 1:
             raise ValueError(f"logging_steps must be a number of steps, got {self.logging_steps}")
         return int(self.logging_steps)
@@ -231,12 +237,12 @@ class TrainingArguments(Arguments):
         return interval_steps(self.eval_strategy, every, steps_per_epoch, "eval_strategy")
 
     def saving_settings(self, steps_per_epoch: int) -> dict[str, Any]:
-        """Returns the settings for checkpoints; see `layout.TRLFolders` for what they do not say."""
-        self._check_best()
-        strategy = getattr(self.save_strategy, "value", self.save_strategy)
-        ends = strategy == "steps" and self.save_steps == 0  # only at the end
-        is_never = ends or strategy == "best"
-        every = 0 if is_never else interval_steps(strategy, self.save_steps, steps_per_epoch, "save_strategy")
+        """Returns the settings for checkpoints; see `layout.TRLFolders` for callbacks' requests."""
+        if self._seeks_best and self.eval_strategy == "no":
+            raise ValueError("the best checkpoint needs evaluations; set eval_strategy to 'steps' or 'epoch'")
+        ends = self.save_strategy == "steps" and self.save_steps == 0  # only at the end
+        strategy = "no" if ends or self.save_strategy == "best" else self.save_strategy
+        every = interval_steps(strategy, self.save_steps, steps_per_epoch, "save_strategy")
         return {
             "save_steps": every,
             "save_interval_minutes": 0.0,
@@ -245,32 +251,9 @@ class TrainingArguments(Arguments):
             "save_optimizer_state": not self.save_only_model,
         }
 
-    def _check_best(self) -> None:
-        """Checks the settings of the best checkpoint as transformers does.
-
-        Raises:
-            ValueError: They contradict each other.
-        """
-        saves, evaluates = (getattr(each, "value", each) for each in (self.save_strategy, self.eval_strategy))
-        if saves == "best" and self.metric_for_best_model is None:
-            raise ValueError("save_strategy 'best' needs metric_for_best_model, e.g. 'reward', or 'loss'")
-        if not self.load_best_model_at_end or saves == "best":
-            return
-        if evaluates != saves:
-            raise ValueError(
-                f"load_best_model_at_end needs evaluations where checkpoints are: set eval_strategy {evaluates!r} and "
-                f"save_strategy {saves!r} to the same, or save_strategy to 'best'"
-            )
-        every = self.eval_steps or self.logged_every()
-        if evaluates == "steps" and self.save_steps % every:
-            raise ValueError(
-                f"load_best_model_at_end needs an evaluation at each checkpoint: save_steps {self.save_steps} is not a "
-                f"multiple of eval_steps {every}"
-            )
-
     def optimizer_settings(self) -> dict[str, Any]:
         """Returns the settings for `optim`, `lr_scheduler_type` and the warm-up."""
-        name = str(getattr(self.optim, "value", self.optim))
+        name, scheduler = str(self.optim), str(self.lr_scheduler_type)
         known = [own for own in OPTIMIZERS if name == own or name.startswith(f"{own}_")]
         if not known:
             raise ValueError(
@@ -278,7 +261,6 @@ class TrainingArguments(Arguments):
             )
         if "8bit" in name or "4bit" in name or "paged" in name:
             warn(f"optim {name!r}: groupax keeps the optimizer state in float32 on the devices")
-        scheduler = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
         if scheduler not in SCHEDULERS:
             raise ValueError(
                 f"lr_scheduler_type {scheduler!r} is not supported; choose from {', '.join(SCHEDULERS)}"

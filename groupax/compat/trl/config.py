@@ -6,8 +6,9 @@ from typing import Any
 
 from groupax.compat.fields import EVAL_SAMPLING, arguments, parse_mapping, scale_rewards, warn
 from groupax.compat.trl.arguments import TrainingArguments
-from groupax.compat.trl.batches import TRLSchedule, trl_schedule
+from groupax.compat.trl.batches import trl_schedule
 from groupax.core.settings.fields import nearest, shown
+from groupax.rollouts.state import UpdateSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,6 @@ COUNTS = (
     "generation_batch_size",
     "num_generations",
     "num_generations_eval",
-    "per_device_eval_batch_size",
 )
 MAX_COUNT = 10**7
 SUMMED_OVER_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
@@ -77,7 +77,7 @@ _INERT = {
 }
 
 
-@arguments("TRL", inert=_INERT, former={"vllm_guided_decoding_regex": "vllm_structured_outputs_regex"})
+@arguments("TRL", inert=_INERT)
 class OnlineConfig(TrainingArguments):
     """The fields that TRL's `GRPOConfig` and `RLOOConfig` share."""
 
@@ -151,9 +151,16 @@ class OnlineConfig(TrainingArguments):
                 f"is not a multiple of num_generations {self.num_generations}; per_device_train_batch_size counts "
                 "completions"
             )
+        if accumulated % generated == 0 and self.num_iterations == 1:  # the rollouts of a step have the same policy
+            generated = accumulated
+        if generated % accumulated:
+            raise ValueError(
+                f"steps_per_generation {generated} must be a multiple of gradient_accumulation_steps {accumulated}, or "
+                "with num_iterations=1 a divisor of it, so that optimizer steps end where generations do"
+            )
         return rows, accumulated, generated
 
-    def schedule(self, num_devices: int = 1) -> TRLSchedule:
+    def schedule(self, num_devices: int = 1) -> UpdateSchedule:
         """Returns how rollouts become optimizer steps on this number of devices."""
         return trl_schedule(*self.batches(num_devices), self.num_generations, self.num_iterations)
 
@@ -168,12 +175,19 @@ class OnlineConfig(TrainingArguments):
             ValueError: A setting is not supported by groupax.
         """
         rows, accumulated, generated = self.batches(num_devices)
+        needed = self.schedule(num_devices).prompts_per_rollout
+        if num_prompts is not None and num_prompts < needed:
+            raise ValueError(
+                f"the dataset has {num_prompts} prompts and a generation takes {needed} (generation_batch_size / "
+                "num_generations), so that an epoch has none; lower per_device_train_batch_size, "
+                "gradient_accumulation_steps or steps_per_generation"
+            )
         every = self.schedule(num_devices).num_steps(num_prompts, 1, -1) if num_prompts else 1
         weights = self.reward_weights
         settings = {
             **ALWAYS,
             "prompts_per_step": max(1, round(rows * accumulated / self.num_generations)),  # see `schedule`
-            "updates_per_rollout": max(1, round(generated / accumulated)),
+            "updates_per_rollout": generated // accumulated,
             "prompt_order": "shuffled_by_torch" if self.shuffle_dataset else "dataset",
             "chat_template_kwargs": parse_mapping(self.chat_template_kwargs, "chat_template_kwargs"),
             "prompt_overflow": "truncate_left" if self.max_prompt_length else "error",
@@ -230,13 +244,7 @@ class OnlineConfig(TrainingArguments):
     def _vllm_settings(self) -> dict[str, Any]:
         """Returns the native settings for `use_vllm` and the other vLLM settings."""
         tp, url, regex = self.vllm_tensor_parallel_size, self._server_url(), self.vllm_structured_outputs_regex
-        if tp != 1 and (url is not None or not self.use_vllm):
-            why = "the server decides how it shards weights (groupax serve --tp)"
-            why = why if self.use_vllm else "it needs use_vllm=True"
-            warn(f"vllm_tensor_parallel_size={tp} changes nothing in groupax: {why}")
-        if not self.use_vllm:
-            if regex is not None:
-                warn("vllm_structured_outputs_regex has no effect without use_vllm=True, as in TRL")
+        if not self.use_vllm:  # without it vllm's settings have no effect, as in TRL
             return {}
         if url is None:
             warn(
@@ -244,6 +252,10 @@ class OnlineConfig(TrainingArguments):
                 "vLLM is not needed, and there is no server to start and no weights to sync"
             )
             return {"decoding_tp": tp, "regex": regex}
+        if tp != 1:
+            warn(
+                f"vllm_tensor_parallel_size={tp} changes nothing: the server decides how it shards (groupax serve --tp)"
+            )
         warn(f"use_vllm=True: rollouts are sampled by the server at {url}; docs/serving.md says how to start one")
         return {"rollout_servers": (url,), "regex": regex}
 
@@ -255,7 +267,6 @@ class OnlineConfig(TrainingArguments):
         "log_completions=True writes them to output_dir; upload that folder after the run": """
             log_completions_hub_repo=None"""
     },
-    former={"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"},
 )
 class GRPOConfig(OnlineConfig):
     """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
@@ -287,6 +298,7 @@ class GRPOConfig(OnlineConfig):
     vllm_importance_sampling_correction: bool = True
     vllm_importance_sampling_mode: str = "sequence_mask"
     vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_cap: float | None = None  # its former name
     vllm_importance_sampling_clip_min: float | None = None
     off_policy_mask_threshold: float | None = None
     use_bias_correction_kl: bool = True
@@ -294,6 +306,8 @@ class GRPOConfig(OnlineConfig):
     def __post_init__(self) -> None:
         """Derives what TRL derives from other fields."""
         super().__post_init__()
+        if self.vllm_importance_sampling_cap is not None:
+            self.vllm_importance_sampling_clip_max = self.vllm_importance_sampling_cap
         self.scale_rewards = scale_rewards(self.scale_rewards)
 
     def _objective_settings(self) -> dict[str, Any]:
@@ -302,11 +316,16 @@ class GRPOConfig(OnlineConfig):
         vLLM's importance-sampling correction is on if a server samples, if completions match an expression, or if its
         mode or a bound is not the default.
         """
-        self._warn_about_losses()
         if self.off_policy_mask_threshold == 0:
             raise ValueError(
                 "off_policy_mask_threshold=0 would mask completions by the rounding between sampling and training; set "
                 "it above that, e.g. to 0.01, or leave it out"
+            )
+        if self.importance_sampling_level == "sequence" and self.loss_type in SUMMED_OVER_TOKENS:
+            logger.warning(
+                "importance_sampling_level 'sequence' with loss_type %r sums over tokens, which weights each sequence "
+                "by its completion length; for the objective of GSPO set loss_type='grpo'",
+                self.loss_type,
             )
         settings: dict[str, Any] = {
             "scale_rewards": scale_rewards(self.scale_rewards),
@@ -314,6 +333,10 @@ class GRPOConfig(OnlineConfig):
         }
         if self.loss_type == "cispo" and self.epsilon_high is None:
             settings["epsilon_high"] = self.epsilon
+            warn(
+                f"loss_type 'cispo' without epsilon_high caps ratios at epsilon = {self.epsilon}, as TRL does, which "
+                "scales the loss of on-policy tokens by that; set epsilon_high, e.g. to 5.0"
+            )
         correction = {
             "rollout_correction": "vllm_importance_sampling_mode",
             "rollout_correction_min": "vllm_importance_sampling_clip_min",
@@ -324,31 +347,6 @@ class GRPOConfig(OnlineConfig):
         if self.use_vllm and is_other and self.vllm_importance_sampling_correction:
             settings |= {own: getattr(self, name) for own, name in correction.items()}
         return settings
-
-    def _warn_about_losses(self) -> None:
-        """Says what is unusual about a loss and the level of its ratios, as TRL does, and what differs from TRL's."""
-        loss, level, quantile = self.loss_type, self.importance_sampling_level, self.top_entropy_quantile
-        if level == "sequence" and loss in SUMMED_OVER_TOKENS:
-            logger.warning(
-                "importance_sampling_level 'sequence' with loss_type %r sums over tokens, which weights each sequence "
-                "by its completion length; for the objective of GSPO set loss_type='grpo'",
-                loss,
-            )
-        if (self.entropy_coef or self.use_adaptive_entropy) and quantile < 1:
-            warn(
-                f"top_entropy_quantile={quantile} masks the policy loss; the entropy bonus is a mean over all loss "
-                "tokens, where TRL takes it over the kept ones"
-            )
-        if quantile < 1 and self.gradient_accumulation_steps > 1:
-            warn(
-                f"top_entropy_quantile={quantile} keeps tokens by a threshold of each optimizer step, where TRL has "
-                f"one of each of its {self.gradient_accumulation_steps} micro-batches"
-            )
-        if loss == "cispo" and self.epsilon_high is None:
-            warn(
-                f"loss_type 'cispo' without epsilon_high caps ratios at epsilon = {self.epsilon}, as TRL does, which "
-                "scales the loss of on-policy tokens by that; set epsilon_high, e.g. to 5.0"
-            )
 
 
 @arguments("TRL")

@@ -7,9 +7,8 @@ model, and perhaps `get_reward()`. Its instances are created once and reset for 
 import functools
 import inspect
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from groupax.data.chat import join_text_parts
@@ -53,26 +52,6 @@ class Pool:
                 self._instances[name][place] = known
         return known
 
-    def of(self, names: Iterable[str], num_generations: int) -> list[Any]:
-        """Returns the environments of a rollout's completions, from the name of each prompt's environment."""
-        places: Counter[str] = Counter()
-        found = []
-        for name in names:
-            own = self._instances[name]
-            found += [own[place] for place in sorted(own)[places[name] : places[name] + num_generations]]
-            places[name] += num_generations
-        return found
-
-
-@dataclass(frozen=True)
-class TextTool(Tool):
-    """A tool whose results become texts as in TRL, once it is bound to its environment."""
-
-    def bind(self, owner: Any) -> Tool:
-        """Returns the tool of one environment."""
-        bound = super().bind(owner)
-        return replace(bound, function=_returning_text(bound.function))
-
 
 class Agents:
     """The tools and environments that a trainer of TRL is given.
@@ -82,38 +61,29 @@ class Agents:
         environment_factory: Function that creates an environment, or several by the name in the column `environment`.
 
     Attributes:
-        functions: All functions that the model may call; methods are those of the environments that were made first.
-        names: Names of the environments.
         is_routed: Whether the column `environment` chooses the environment.
+        names: Names of the environments.
         pool: The environments.
     """
 
     def __init__(self, tools: Sequence[Callable[..., Any]] | None, environment_factory: Any) -> None:
-        self._tools = list(tools or ())
         self.is_routed = isinstance(environment_factory, Mapping)
         if not self.is_routed:
             only = getattr(environment_factory, "__name__", type(environment_factory).__name__)
             environment_factory = {} if environment_factory is None else {only: environment_factory}
         self.pool, self.names = Pool(dict(environment_factory)), list(environment_factory)
-        self.functions = list(self._tools)
-        for name in self.names:
-            instance = self.pool.first(name)
-            methods = [getattr(instance, tool) for tool in _tools_of(type(instance))]
-            self.functions += [method for method in methods if method not in self.functions]
-
-    @property
-    def tools(self) -> list[Tool]:
-        """The tools that are not methods of environments, as groupax takes them."""
-        return [
-            replace(tool, function=_returning_text(tool.function), parallel=tool.parallel or tool.is_async)
-            for tool in tools_from(self._tools).values()
+        self.tools = [
+            replace(
+                tool, function=_returning_text(tool.function, tool.is_async), parallel=tool.parallel or tool.is_async
+            )
+            for tool in tools_from(tools or ()).values()
         ]
 
     @property
-    def reward_classes(self) -> list[type]:
-        """The classes of environments that give a reward, each once."""
+    def reward_names(self) -> list[str]:
+        """The names of the rewards that environments give, those of their classes."""
         classes = dict.fromkeys(type(self.pool.first(name)) for name in self.names)
-        return [each for each in classes if callable(getattr(each, "get_reward", None))]
+        return [each.__name__ for each in classes if _gives_reward(each)]
 
     def environments(self, has_prompts: bool) -> Any:
         """Returns the environments as groupax takes them, which see a column `prompt` if there is one; or None."""
@@ -144,13 +114,6 @@ class Agents:
             raise ValueError("without a `train_dataset` nothing but `max_steps` says how long to train; set it")
         return [{"prompt": PLACEHOLDER}] * num_prompts, False
 
-    def environments_of(self, rows: Iterable[Mapping[str, Any]], num_generations: int) -> list[Any] | None:
-        """Returns the environments of the completions of a rollout's rows; None without any."""
-        if not self.names:
-            return None
-        names = [str(row.get("environment")) if self.is_routed else self.names[0] for row in rows]
-        return self.pool.of(names, num_generations)
-
     def eval_rows(self, dataset: Any) -> Any:
         """Returns evaluation sets, one or several by name, with a column `prompt`."""
         if not self.names or dataset is None:
@@ -170,32 +133,27 @@ def with_prompts(dataset: Any) -> tuple[Any, bool]:
     return dataset, True
 
 
-def owned_reward(environment_class: type) -> Callable[..., Any]:
-    """Returns the reward that environments of a class give, as a reward function of `environments`."""
-
-    def get_reward(environments: Sequence[Any], **_: Any) -> list[Any]:
-        return [each.get_reward() if type(each) is environment_class else None for each in environments]
-
-    async def get_reward_async(environments: Sequence[Any], **_: Any) -> list[Any]:
-        return [await each.get_reward() if type(each) is environment_class else None for each in environments]
-
-    is_async = inspect.iscoroutinefunction(getattr(environment_class, "get_reward", None))
-    function = get_reward_async if is_async else get_reward
-    function.__name__ = environment_class.__name__
-    return function
-
-
-def _tools_of(environment_class: type) -> dict[str, TextTool]:
-    """Returns the public methods of a class as tools, sorted by name as in TRL."""
+def _tools_of(environment_class: type) -> dict[str, Tool]:
+    """Returns the public methods of a class as tools, sorted by name as in TRL, whose results are texts."""
     tools = tools_of(environment_class, public=True, reserved=RESERVED)
-    functions = [name for name in sorted(tools) if inspect.isfunction(getattr(environment_class, name))]
-    return {name: TextTool(**vars(tools[name])) for name in functions}
+
+    def as_text(name: str) -> Tool:
+        method = _returning_text(
+            lambda owner, **arguments: getattr(owner, name)(**arguments), is_async=tools[name].is_async
+        )
+        return replace(tools[name], function=method, takes_owner=True)
+
+    return {name: as_text(name) for name in sorted(tools) if inspect.isfunction(getattr(environment_class, name))}
+
+
+def _gives_reward(environment_class: type) -> bool:
+    return callable(getattr(environment_class, "get_reward", None))
 
 
 def _as_class(name: str, pool: Pool, dropped: set[str]) -> EnvironmentClass:
     """Returns an environment of TRL as one of groupax, whose `reset` does not receive dropped columns."""
     cls = type(pool.first(name))
-    gives_reward = callable(getattr(cls, "get_reward", None))
+    gives_reward = _gives_reward(cls)
 
     def arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dict[str, Any]:
         del seed
@@ -218,21 +176,16 @@ def _as_class(name: str, pool: Pool, dropped: set[str]) -> EnvironmentClass:
     )
 
 
-def _returning_text(function: Callable[..., Any]) -> Callable[..., Any]:
+def _returning_text(function: Callable[..., Any], is_async: bool) -> Callable[..., Any]:
     """Returns a function whose results are texts as TRL writes them."""
-    if inspect.iscoroutinefunction(function):
 
-        @functools.wraps(function)
-        async def call_async(**arguments: Any) -> Any:
-            return _text_of(await function(**arguments))
+    async def call_async(*owner: Any, **arguments: Any) -> Any:
+        return _text_of(await function(*owner, **arguments))
 
-        return call_async
+    def call(*owner: Any, **arguments: Any) -> Any:
+        return _text_of(function(*owner, **arguments))
 
-    @functools.wraps(function)
-    def call(**arguments: Any) -> Any:
-        return _text_of(function(**arguments))
-
-    return call
+    return call_async if is_async else call
 
 
 def _text_of(result: Any) -> Any:

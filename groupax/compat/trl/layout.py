@@ -15,6 +15,7 @@ from groupax.compat.callbacks import Control, State
 from groupax.core.storage.buckets import is_remote
 from groupax.core.storage.folders import list_names
 from groupax.core.storage.replacing import foreign_model_files
+from groupax.core.types import Metrics
 from groupax.events import Message
 from groupax.parallel import processes
 from groupax.runs.checkpoints.record import restore_params
@@ -28,48 +29,27 @@ TRAINER_STATE = "trainer_state.json"
 
 @dataclass
 class TRLFolders(RunHooks):
-    """Evaluates and saves when transformers' trainer does, in its layout of folders.
+    """Saves checkpoints in the layout of transformers' trainer, and evaluates and saves when callbacks ask for it.
 
     Attributes:
         output_dir: Folder of the checkpoints.
         state: Progress of the run, written to each checkpoint.
+        revise: Revises a line of the log, of a step.
         control: Requests of callbacks, which are taken back when they are met.
-        only_best: Whether to save at evaluations that are the best so far, instead of at intervals.
-        limit: Number of checkpoints to keep, of which the best is one; None for all.
         loads_best: Whether the policy becomes that of the best checkpoint at the end.
-        has_eval_sets: Whether there are evaluation sets.
     """
 
     output_dir: Path
     state: State
+    revise: Callable[[int, Metrics], Metrics]
     control: Control = field(default_factory=Control)
-    only_best: bool = False
-    limit: int | None = None
     loads_best: bool = False
-    has_eval_sets: bool = True
     is_at_end: bool = field(default=False, init=False)
 
     @property
     def store(self) -> LocalStore:
         """The checkpoints."""
         return LocalStore(self.output_dir, HF)
-
-    def note_best(self, step: int) -> None:
-        """Notes the folder of the best evaluation's checkpoint, if it exists or is that of the present step."""
-        best = self.state.best_global_step
-        if best is not None and (best == step or best in self.store.steps()):
-            self.state.best_model_checkpoint = str(self.output_dir / HF.name_of(best))
-
-    def rotate(self, limit: int | None) -> None:
-        """Deletes the oldest checkpoints beyond the limit, but not the newest and the best."""
-        steps = self.store.steps()
-        if not limit or len(steps) <= limit:
-            return
-        best = self.state.best_global_step if self.state.best_model_checkpoint else None
-        kept = {steps[-1], best} & set(steps)
-        num_surplus = len(steps) - max(limit, len(kept))
-        for step in [step for step in steps if step not in kept][:num_surplus]:
-            self.store.delete(step)
 
     def checkpoints_in(self, folder: Path) -> LocalStore:
         """Returns the checkpoints of the run, which do not depend on its folder."""
@@ -86,13 +66,15 @@ class TRLFolders(RunHooks):
             for entry in model.iterdir():
                 entry.rename(folder.parent / entry.name)
             model.rmdir()
-            self.note_best(trainer.cursor.step)
+            if self.state.best_global_step == trainer.cursor.step:
+                self.state.best_model_checkpoint = str(self.output_dir / HF.name_of(trainer.cursor.step))
             self.state.save_to_json(folder.parent / TRAINER_STATE)
 
         return write
 
     def started(self, run: Run) -> None:
         """Moves the checkpoints of an earlier run to its records if this one starts afresh."""
+        run.log.revise = self.revise
         if run.folder.moved_aside or not run.trainer.cursor.step:
             processes.run_on_primary(lambda: self._move_checkpoints_aside(run))
 
@@ -107,83 +89,45 @@ class TRLFolders(RunHooks):
         run.emit(Message(f"the earlier checkpoints in {self.output_dir} are now in {place}"))
 
     def save_if_due(self, run: Run) -> None:
-        """Saves at intervals, at callbacks' request, or at the best evaluation so far."""
-        cursor, writer = run.trainer.cursor, run.saver.writer
-        step = cursor.step
-        is_best = cursor.evaluated_step == step == self.state.best_global_step
-        writer.look()
-        due = (
-            writer.due(step)
-            or self.control.take("should_save")
-            or (self.only_best and is_best and writer.last_step != step)
-        )
-        run.saver.save_if(due)
-        writer.wait()  # callbacks see the checkpoint and the policy of the same step
-        processes.run_on_primary(lambda: self.rotate(self.limit))
+        """Saves as natively and at the request of callbacks, which see the checkpoint with the policy of its step."""
+        if self.control.take("should_save"):
+            run.saver.save_if(due=True)
+        else:
+            run.saver.save_if_due()
+        run.saver.writer.wait()
 
     def evaluation_is_due(self, run: Run) -> bool:
         """Returns whether an interval ends, or a callback has asked."""
-        step, every = run.trainer.cursor.step, run.trainer.args.eval_steps
-        if run.trainer.cursor.evaluated_step >= step or not self.has_eval_sets:
-            return False
-        is_timely = every > 0 and (step % every == 0 or step == run.trainer.num_steps)  # the last epoch may be short
-        return self.control.take("should_evaluate") or is_timely
+        return self.control.take("should_evaluate") or super().evaluation_is_due(run)
 
     def end(self, run: Run) -> None:
-        """Saves what remains of the run, and deletes checkpoints beyond the limit."""
+        """Saves what remains of the run."""
         self.is_at_end = True
         run.save_end()
-        one = 1 if self.limit == 1 and self.state.best_model_checkpoint else None
-        processes.run_on_primary(lambda: self.rotate(one or self.limit))
 
     def before_result(self, run: Run) -> None:
         """Makes the policy that of the best checkpoint, if the settings ask for it."""
-        trainer = run.trainer
-        if self.loads_best and self.is_at_end and self.state.best_model_checkpoint:
-            step = self.state.best_global_step
-            assert step is not None, "the best checkpoint has one"
+        trainer, step = run.trainer, self.state.best_global_step
+        if self.loads_best and self.is_at_end and step in self.store.steps():
             restore_params(trainer.learner, self.store.local(step))
             if isinstance(trainer, GRPOTrainer):
                 trainer.engine.params = trainer.learner.policy
             run.emit(Message(f"the policy is now that of the best checkpoint, {self.store.where(step)}"))
 
 
-def run_folder(output_dir: str) -> str:
-    """Returns the run folder in an output folder; a bucket is a run folder itself."""
-    return output_dir if is_remote(output_dir) else str(Path(output_dir) / HF.inside)
-
-
-def folders_of(args: Any, output_dir: str, state: State) -> TRLFolders | None:
-    """Returns when a run with TRL's settings evaluates and saves; None if its output folder is in a bucket.
-
-    Raises:
-        ValueError: The settings ask for the best checkpoint in a bucket.
-    """
-    only_best = getattr(args.save_strategy, "value", args.save_strategy) == "best"
-    if is_remote(output_dir):
-        if only_best or args.load_best_model_at_end:
-            raise ValueError(
-                f"output_dir {output_dir} is a bucket, in which checkpoints are a run's own; save_strategy 'best' and "
-                "load_best_model_at_end need a local folder"
-            )
-        return None
-    return TRLFolders(
-        Path(output_dir).expanduser(),
-        state,
-        only_best=only_best,
-        limit=args.save_total_limit,
-        loads_best=args.load_best_model_at_end,
-    )
-
-
 def check_output_dir(output_dir: Any) -> None:
     """Checks that a model and checkpoints can be written to an output folder without overwriting others.
 
     Raises:
-        ValueError: There are files of another program.
+        ValueError: There are files of another program, or it is a bucket.
     """
+    if is_remote(str(output_dir)):
+        raise ValueError(
+            f"output_dir {output_dir} is a bucket, and TRL's layout needs a local folder; groupax.GRPOTrainer and "
+            "groupax.SFTTrainer take buckets"
+        )
     folder = Path(output_dir).expanduser()
-    if is_remote(str(output_dir)) or not folder.is_dir():
+    if not folder.is_dir():
         return
     foreign = foreign_model_files(folder)
     foreign += [
@@ -198,7 +142,7 @@ def check_output_dir(output_dir: Any) -> None:
         )
 
 
-def checkpoint_to_resume(resume: bool | str | Path, output_dir: str) -> str:
+def checkpoint_to_resume(resume: bool | str | Path, output_dir: Path) -> str:
     """Returns the checkpoint that `resume_from_checkpoint` names: a path, or True for the newest one.
 
     Raises:
@@ -212,9 +156,7 @@ def checkpoint_to_resume(resume: bool | str | Path, output_dir: str) -> str:
                 "cannot continue from it; pass it as model to start a new run from its weights"
             )
         return str(resume)
-    if is_remote(output_dir):
-        return "auto"
-    store = LocalStore(Path(output_dir).expanduser(), HF)
+    store = LocalStore(output_dir, HF)
     if not store.steps():
         raise ValueError(f"resume_from_checkpoint=True: {output_dir} has no checkpoint; start without it, or name one")
     return store.where(store.steps()[-1])

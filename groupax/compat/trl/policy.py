@@ -15,12 +15,15 @@ from groupax.core.settings.optimizer import BaseWeights
 from groupax.core.storage.folders import at_revision
 from groupax.events import Event, RunEnded, RunStarted, StepEnded
 from groupax.models.adapted import LowRank
-from groupax.models.lora import Adapter, LoRAConfig, as_lora_config
+from groupax.models.lora import Adapter, as_lora_config
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
 from groupax.runs.trainer import Trainer
 
-_EXACT_DTYPES = ("float32", "auto", "None")  # with which TRL trains float32 weights, as groupax does
+# Arguments of `from_pretrained` in model_init_kwargs without effect in groupax, each with the reason.
+INERT = hf.INERT | dict.fromkeys(
+    ("dtype", "torch_dtype"), "master weights are float32, and bf16 chooses the dtype of the computation"
+)
 
 
 def resolve_model(model: Any, args: TrainingArguments, quantization_config: Any) -> tuple[Any, Any]:
@@ -38,19 +41,16 @@ def resolve_model(model: Any, args: TrainingArguments, quantization_config: Any)
         if given:
             warn(f"model_init_kwargs {', '.join(given)} change nothing: the model is already loaded")
         given = {}
-    revision, dtype = given.pop("revision", None), given.pop("dtype", None) or given.pop("torch_dtype", None)
-    if str(dtype).removeprefix("torch.") not in _EXACT_DTYPES:
-        reason = "master weights are float32, and bf16 chooses the dtype of the computation"
-        warn(f"model_init_kwargs dtype={dtype!r} changes nothing in groupax: {reason}")
+    revision = given.pop("revision", None)
     for name, value in given.items():
-        if value is None or value is False:  # transformers' defaults
+        if str(value).removeprefix("torch.") in ("None", "False", "float32", "auto"):  # as it is anyway
             continue
-        if name not in hf.INERT:
+        if name not in INERT:
             raise ValueError(
                 f"model_init_kwargs has {name!r}; groupax cannot tell what it would change in the model, so load the "
-                f"model with transformers and pass the object{nearest(name, hf.INERT)}"
+                f"model with transformers and pass the object{nearest(name, INERT)}"
             )
-        warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {hf.INERT[name]}")
+        warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {INERT[name]}")
     named = model if revision in (None, "main") else at_revision(str(model), revision)
     return named, quantized if quantization_config is None else quantization_config
 
@@ -86,7 +86,11 @@ def policy_of(
     model, quantization_config = resolve_model(model, args, quantization_config)
     weights = hf.base_weights(quantization_config)
     if hf.is_torch_model(model):
-        _check_processes(model)
+        if processes.num_processes() > 1:
+            raise ValueError(
+                f"a {type(model).__name__} of PyTorch cannot be trained by {processes.num_processes()} processes, "
+                "since each has its own; pass the model's folder or hub id"
+            )
         if peft_config is not None and not hf.is_peft_model(model):
             model, peft_config = hf.wrap_with_peft(model, peft_config, args.seed), None
     given = hf.as_model(model)
@@ -105,12 +109,6 @@ def policy_of(
     return Policy(given, weights, peft_config, owner)
 
 
-def check_dropout(config: LoRAConfig | None) -> None:
-    """Raises a ValueError if an adapter has dropout, which `disable_dropout` would disable."""
-    if config is not None and config.lora_dropout:
-        raise ValueError("disable_dropout=True would disable the adapter's lora_dropout; set one of them to 0")
-
-
 def _check_reference(adapter: Adapter, beta: float) -> None:
     """Refuses an adapter that changes its base already, as a new one does not, if there is a reference."""
     changes = jax.tree.leaves(adapter.trained, is_leaf=lambda node: isinstance(node, LowRank))
@@ -119,14 +117,6 @@ def _check_reference(adapter: Adapter, beta: float) -> None:
             f"beta is {beta}, and the model's adapter was trained before: TRL's reference is a copy of that adapter, "
             "groupax's is the base without it; merge it (model.merge_and_unload()) and pass peft_config for a new one, "
             "or set beta to 0"
-        )
-
-
-def _check_processes(model: Any) -> None:
-    if processes.num_processes() > 1:
-        raise ValueError(
-            f"a {type(model).__name__} of PyTorch cannot be trained by {processes.num_processes()} processes, since "
-            "each has its own; pass the model's folder or hub id"
         )
 
 
@@ -171,20 +161,3 @@ def _master_model(trainer: Trainer) -> Model:
     model = trainer.model
     learner = trainer.learner
     return model if model.adapter is not None else replace(model, params={**learner.untrained, **learner.state.params})
-
-
-def check_generate(model: Any) -> None:
-    """Raises a ValueError if a script has written the method `generate` of its model."""
-    models = [model, model.get_base_model()] if hf.is_peft_model(model) else [model]
-    if any("generate" in vars(each) or _is_overridden(type(each)) for each in models):
-        raise ValueError(
-            "the model has a method generate of its own, which groupax would never call: sample with it in a "
-            "rollout_func of the trainer, or set use_vllm=True to sample with groupax's engine"
-        )
-
-
-def _is_overridden(cls: type) -> bool:
-    function = getattr(cls, "generate", None)
-    if function is None or function is hf.CausalLM.generate:
-        return False
-    return not str(getattr(function, "__module__", "")).startswith(("transformers.", "peft."))

@@ -10,9 +10,8 @@ from groupax.compat.trl.config import GENERATION
 from groupax.core.settings.fields import nearest
 from groupax.core.settings.sampling import SamplingParams
 from groupax.core.types import Prompt
-from groupax.data.tokenizer import is_conversational
 from groupax.episodes.custom import RolloutFunction, RolloutRequest, Trajectory
-from groupax.rewards.contract import BATCH_ARGS, EXTRA_ARGS, SINGLE_ARGS
+from groupax.rewards.contract import ARGUMENTS
 
 REQUIRED = ("completion_ids", "logprobs", "prompt_ids")
 
@@ -66,7 +65,7 @@ def trajectories_of(output: Any) -> list[Trajectory]:
 
 def expected_columns(rewards: Sequence[Any], known: Sequence[str]) -> list[str]:
     """Returns the arguments that reward functions need and that are not columns of the dataset."""
-    supplied = {*BATCH_ARGS, *SINGLE_ARGS, *EXTRA_ARGS, *known}
+    supplied = {*ARGUMENTS, *known}
     needed = [
         each.name
         for reward in rewards
@@ -82,7 +81,6 @@ def generate_rollout_completions(
     prompts: Sequence[Prompt],
     *,
     generation_overrides: Mapping[str, Any] | None = None,
-    as_chat: bool | None = None,
 ) -> list[dict[str, Any]]:
     """Samples a completion of each prompt with the policy, within a `rollout_func`.
 
@@ -90,7 +88,6 @@ def generate_rollout_completions(
         trainer: The trainer that `rollout_func` has received.
         prompts: Texts, which are encoded as they are, or conversations, which the chat template renders.
         generation_overrides: Sampling parameters that differ from those of the run, by TRL's names.
-        as_chat: Whether prompts are conversations; None to find out.
 
     Returns:
         For each prompt its `prompt_ids`, `completion_ids`, `logprobs` and `text`.
@@ -101,8 +98,6 @@ def generate_rollout_completions(
     request = trainer.rollout_request
     if request is None:
         raise ValueError("generate_rollout_completions samples for a rollout_func while it runs, and none does")
-    if as_chat is not None and any(is_conversational(prompt) != as_chat for prompt in prompts):
-        raise ValueError(f"as_chat is {as_chat}, so every prompt must be a {'list of messages' if as_chat else 'text'}")
     ids = request.encode(list(prompts))
     completions = request.generate(ids, _overridden(request.params, generation_overrides or {}))
     return [
@@ -118,12 +113,7 @@ def generate_rollout_completions(
 
 def _overridden(params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
     names = {**GENERATION, "max_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
-    unknown = next((name for name in given if name not in (*names, "n")), None)
-    if unknown is not None:
-        raise ValueError(
-            f"generation_overrides has {unknown!r}; choose from {', '.join(names)}{nearest(unknown, names)}"
-        )
-    if given.get("n", 1) != 1:
-        raise ValueError(f"generation_overrides has n={given['n']}; give a prompt several times instead")
-    own = {names[name]: value for name, value in given.items() if name != "n" and value is not None}
-    return replace(params, **own)
+    for name in given:
+        if name not in names:
+            raise ValueError(f"generation_overrides has {name!r}; choose from {', '.join(names)}{nearest(name, names)}")
+    return replace(params, **{names[name]: value for name, value in given.items() if value is not None})

@@ -3,19 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from groupax.compat.fields import arguments
 from groupax.compat.trl.arguments import TrainingArguments
-from groupax.compat.trl.base import REFUSED, BaseTrainer, num_accelerators
+from groupax.compat.trl.base import BaseTrainer, num_accelerators
 from groupax.compat.trl.policy import policy_of
-from groupax.compat.trl.streams import is_stream
 from groupax.core.config import SFTConfig as NativeConfig
-from groupax.core.types import Metrics
-from groupax.data.examples import Examples
-from groupax.data.supervised import TrainingSet
 from groupax.sft import SFTTrainer as NativeTrainer
 
 # TRL's settings behind native settings of another name, for error messages.
@@ -79,10 +75,6 @@ class SFTConfig(TrainingArguments):
                 f"train_sampling_strategy {self.train_sampling_strategy!r} is not supported: examples have no padding, "
                 f"so their lengths need no grouping; choose from {', '.join(ORDERS)}"
             )
-        if self.shuffle_dataset and self.packing:
-            raise ValueError(
-                "shuffle_dataset with packing is not supported; shuffle the dataset itself: dataset.shuffle(seed=...)"
-            )
         settings = {
             "metric_definitions": "trl",
             "seed": self.seed if self.data_seed is None else self.data_seed,
@@ -110,38 +102,6 @@ REFUSED_ARGUMENTS = {
 }
 
 
-class TRLExamples(NativeTrainer):
-    """A native trainer with TRL's order and losses of held-out examples.
-
-    Args:
-        config: TRL's config.
-        num_devices: Number of devices that its batch sizes apply to.
-        arguments: Those of `groupax.SFTTrainer`.
-    """
-
-    def __init__(self, config: SFTConfig, num_devices: int, *arguments: Any, **named: Any) -> None:
-        self._config, self._num_devices = config, num_devices
-        super().__init__(*arguments, **named)
-
-    def encode(self, examples: Examples, name: str) -> TrainingSet:
-        """Returns examples as tokens, in TRL's order."""
-        encoded = super().encode(examples, name)
-        if not self._config.shuffle_dataset:
-            return encoded
-        order = np.random.default_rng(self._config.seed).permutation(len(encoded))  # as `datasets` shuffles
-        return replace(encoded, sequences=[encoded.sequences[index] for index in order])
-
-    def losses(self, name: str, examples: TrainingSet) -> Metrics:
-        """Returns means over examples of the means over the tokens of their batches, as transformers computes them."""
-        size, means = self._config.per_device_eval_batch_size * self._num_devices, []
-        for start in range(0, len(examples), size):
-            sequences = examples.sequences[start : start + size]
-            batch = replace(examples, sequences=sequences)
-            means.append((len(sequences), super().losses(name, batch)))
-        weights = [count for count, _ in means]
-        return {key: float(np.average([each[key] for _, each in means], weights=weights)) for key in means[0][1]}
-
-
 class SFTTrainer(BaseTrainer):
     """TRL's trainer, implemented with the native trainer in its attribute `native`.
 
@@ -153,9 +113,6 @@ class SFTTrainer(BaseTrainer):
     """
 
     CONFIG = SFTConfig
-    REFUSED_OVERRIDES: ClassVar[Mapping[str, str]] = REFUSED | dict.fromkeys(
-        ("_prepare_dataset", "log"), "change the dataset before training, and log in a callback's on_log"
-    )
 
     def __init__(
         self,
@@ -179,7 +136,7 @@ class SFTTrainer(BaseTrainer):
         for name, why in REFUSED_ARGUMENTS.items():
             if given[name] is not None:
                 raise ValueError(f"{name} is not supported: {why}")
-        args = self._check(SFTTrainer, model, args, optimizers)
+        args = self._check(model, args, optimizers)
         num_devices = num_accelerators()
         policy = policy_of(model, args, quantization_config, peft_config)
         settings = replace(args.to_native(num_devices), base_weights=policy.weights)
@@ -188,9 +145,7 @@ class SFTTrainer(BaseTrainer):
         self._formatting_func = formatting_func
         if formatting_func is not None and args.completion_only_loss:
             raise ValueError("formatting_func returns texts, which have no completions; leave completion_only_loss out")
-        self.native = TRLExamples(
-            args,
-            num_devices,
+        self.native = NativeTrainer(
             policy.model,
             settings,
             self._rows(train_dataset),
@@ -201,7 +156,7 @@ class SFTTrainer(BaseTrainer):
         )
         every = args.to_native(num_devices, self.native.steps_per_epoch)
         self.native.args = replace(self.native.args, save_steps=every.save_steps, eval_steps=every.eval_steps)
-        self._finish(policy, has_eval_sets=bool(self.native.eval_examples))
+        self._finish(policy)
 
     def _pace(self) -> tuple[int, int]:
         """Returns the optimizer steps of an epoch, and the examples of a step."""
@@ -221,11 +176,9 @@ class SFTTrainer(BaseTrainer):
         """Returns a dataset as the native trainer takes it, with formatted texts."""
         if dataset is None or isinstance(dataset, (str, Path)):
             return dataset
-        if is_stream(dataset):
-            raise ValueError(
-                "a streaming dataset has no length; give rows that were taken from it, e.g. "
-                "Dataset.from_list(list(dataset.take(10_000)))"
-            )
+        if self.args.shuffle_dataset:  # as `datasets` shuffles
+            order = np.random.default_rng(self.args.seed).permutation(len(dataset))
+            dataset = [dataset[int(index)] for index in order]
         if self._formatting_func is not None:
             return [{self.args.dataset_text_field: self._formatting_func(row)} for row in dataset]
         return dataset

@@ -10,7 +10,7 @@ CheckpointingChoice = Literal["auto", "none", "full", "dots", "all_dots"]
 ReduceDtype = Literal["float32", "bfloat16"]
 AttnImplementation = Literal["auto", "plain", "fused"]
 SharePrefix = Literal["auto", "always", "never"]
-DecodingWeights = Literal["same", "bfloat16", "int8", "float8"]
+DecodingWeights = Literal["same", "bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,6 @@ class UpdateSettings:
     offload_optimizer: bool = setting(False, resume="free")
     """Keep the optimizer state in host memory and move it to the devices layer by layer during an update. Results stay
     the same."""
-    weight_distribution_log_steps: int = ranged(0, 10**9, resume="free")
-    """Measure the norm of each weight and of its update every this many updates, which copies the trained weights; 0
-    never does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +77,8 @@ class DecodingSettings:
     """Dtype of the KV cache; "same" takes that of the decoding weights, and float32 on CPU. "float8" (e4m3) is for
     TPUs and for NVIDIA GPUs of compute capability 8.9 or more."""
     decoding_weights: DecodingWeights = "same"
-    """Weights that rollouts are decoded with: the policy's own, or a copy in fewer bits, which is faster but not
-    exactly the policy (see rollout_correction)."""
+    """Weights that rollouts are decoded with: the policy's own, or a copy in bfloat16, which is faster but not exactly
+    the policy (see rollout_correction)."""
     decoding_tp: int = ranged(1, 10**5, low=1, resume="free")
     """Tensor-parallel size for decoding; 1 replicates the weights and shards the rows."""
     routing_replay: bool = False

@@ -16,11 +16,10 @@ CLIPPED: tuple[str, ...] = get_args(ClippedLossType)
 UNCLIPPED: tuple[str, ...] = tuple(name for name in get_args(LossType) if name not in CLIPPED)
 # Losses that are summed over tokens, so that one ratio per completion counts once for each of its tokens.
 WEIGHTED_BY_LENGTH: tuple[LossType, ...] = ("bnpo", "dr_grpo", "dapo", "cispo")
-ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token", "sequence_sum"]
+ImportanceSamplingLevel = Literal["token", "sequence", "sequence_sum"]
 KLEstimator = Literal["k2", "k3"]
 AdvantageEstimator = Literal["grpo", "rloo"]
 ScaleRewards = Literal["group", "batch", "none"]
-TurnCredit = Literal["episode", "returns"]
 MaskableEnd = Literal[Truncation, "parse_error"]
 MultiObjectiveAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 RolloutCorrection = Literal[
@@ -51,9 +50,8 @@ class LossSettings:
     delta: float | None = ranged(None, 1e6)
     """Upper bound of the importance ratio for negative advantages (two-sided clipping); None for none."""
     importance_sampling_level: ImportanceSamplingLevel = "token"
-    """One importance ratio per token, or one per completion (GSPO). "sequence_token" is the latter with the gradient of
-    each token's own log-prob, for advantages that differ between turns (GSPO-token). "sequence_sum" is the ratio of the
-    probabilities of whole completions (RLOO), which GSPO takes to the power of one over the length."""
+    """One importance ratio per token, or one per completion (GSPO). "sequence_sum" is the ratio of the probabilities of
+    whole completions (RLOO), which GSPO takes to the power of one over the length."""
     sapo_temperature_pos: float = ranged(1.0, 1e6, low=1e-6)
     """Steepness of sapo's gate for positive advantages."""
     sapo_temperature_neg: float = ranged(1.05, 1e6, low=1e-6)
@@ -175,14 +173,9 @@ class AdvantageSettings:
     """One weight per reward function; None gives each the weight 1."""
     reward_clip_range: tuple[float, float] | None = ranged(None, 1e6, low=-1e6)
     """Lowest and highest weighted sum of a completion's rewards that advantages are computed from; None for any."""
-    turn_credit: TurnCredit = "episode"
-    """Advantages of the turns of an episode: "episode" gives all of them that of the episode, "returns" compares the
-    rewards from each turn on with those of the group's other episodes from that turn on. See docs/episodes.md."""
-    turn_discount: float = ranged(1.0, 1)
-    """Factor of a reward for each turn that it comes later, for turn_credit "returns"."""
 
     def check(self) -> None:
-        """Raises a ValueError for settings that the estimator or the credit of turns does not use."""
+        """Raises a ValueError for settings that the estimator does not use."""
         for name in ("scale_rewards", "multi_objective_aggregation"):
             default = AdvantageSettings.__dataclass_fields__[name].default
             if self.advantage_estimator != "grpo" and getattr(self, name) != default:
@@ -197,22 +190,6 @@ class AdvantageSettings:
             )
         if self.reward_clip_range is not None:
             self._check_clip_range(self.reward_clip_range)
-        if self.turn_credit == "returns":
-            for name, needed in (
-                ("advantage_estimator", "grpo"),
-                ("multi_objective_aggregation", "sum_then_normalize"),
-                ("reward_clip_range", None),
-            ):
-                if getattr(self, name) != needed:
-                    raise ValueError(
-                        f"turn_credit 'returns' computes the advantages of turns itself, by scale_rewards; set {name} "
-                        f"to {needed!r}, got {shown(getattr(self, name))}, or turn_credit to 'episode'"
-                    )
-        elif self.turn_discount != 1:
-            raise ValueError(
-                f"turn_discount {self.turn_discount} is for turn_credit 'returns', and it is {self.turn_credit!r}; "
-                "leave turn_discount at 1"
-            )
 
     def _check_clip_range(self, bounds: Sequence[float]) -> None:
         if len(bounds) != 2 or not bounds[0] < bounds[1]:

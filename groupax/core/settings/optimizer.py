@@ -56,7 +56,7 @@ class OptimizerSettings:
     """Global norm to which gradients are clipped; 0 does not clip."""
 
 
-BaseWeights = Literal["same", "int8", "float8", "nf4"]
+BaseWeights = Literal["same", "nf4"]
 LoRABias = Literal["none", "all", "lora_only"]
 
 
@@ -79,7 +79,7 @@ class AdapterSettings:
     use_rslora: bool = False
     """Scale the output of an adapter by lora_alpha / sqrt(lora_r)."""
     base_weights: BaseWeights = "same"
-    """Precision of the base model's weights: as stored, or quantized while loading ("nf4" takes 4 bits)."""
+    """Precision of the base model's weights: as stored, or quantized to 4 bits while loading ("nf4")."""
 
     def check(self) -> None:
         """Raises a ValueError for settings of an adapter without an adapter."""

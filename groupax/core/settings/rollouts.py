@@ -1,13 +1,11 @@
 """Settings of rollouts: prompts, sizes, servers, episodes and reward calls. Imports no jax."""
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from groupax.core.settings.fields import check_json, ranged, setting
-from groupax.core.terminal.printable import short_repr
 
 # Names that groupax passes to a template itself, and parameters of `apply_chat_template` that no template reads.
 RESERVED = (
@@ -53,7 +51,6 @@ class PromptSettings:
         check_template_kwargs(self.chat_template_kwargs, "chat_template_kwargs")
 
 
-ADAPTER_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"  # also names a folder
 MAX_ROWS = 10**7  # completions of a rollout
 
 
@@ -76,18 +73,14 @@ class RolloutSettings:
     and training. Needs rollout_correction. See docs/async.md."""
     rollout_servers: tuple[str, ...] = setting((), resume="free")
     """Addresses of servers that sample the rollouts instead of this process, e.g. http://host:8000; they receive the
-    policy's weights before each rollout. `groupax serve`, or vLLM or SGLang, which need rollout_correction. Their key
-    is read from the environment variable GROUPAX_API_KEY. See docs/serving.md."""
+    policy's weights before each rollout. `groupax serve`, or vLLM, which needs rollout_correction. Their key is read
+    from the environment variable GROUPAX_API_KEY. See docs/serving.md."""
     rollout_timeout_s: float = ranged(600.0, 1e6, low=1, resume="free")
     """Longest time in seconds that a rollout server may take for the completions of one prompt; `groupax serve` has
     its own limit, --request_timeout_s."""
     rollout_folder: str | None = setting(None, resume="free")
-    """Folder in which vLLM and SGLang find the policy's weights; it must have the same path here and on their
-    machines. None takes rollout_weights/ in output_dir."""
-    adapters: tuple[str, ...] = setting((), resume="fixed")
-    """Names of LoRA adapters that are trained at the same time over one base, with the settings lora_...; the dataset's
-    column adapter names the one that answers a prompt, and programs choose by the model of a request. See
-    docs/adapters.md."""
+    """Folder in which vLLM finds the policy's weights; it must have the same path here and on its machine. None takes
+    rollout_weights/ in output_dir."""
     filter_zero_variance: bool = False
     """Dynamic sampling: replace groups whose completions all received the same reward by groups of further prompts."""
     filter_budget: float = ranged(4.0, 1e4, low=1)
@@ -111,22 +104,8 @@ class RolloutSettings:
                 )
             if not address.startswith(("http://", "https://")):
                 raise ValueError(f"rollout_servers must be addresses like http://host:port, got {address!r}")
-        self._check_adapters()
         if self.rollout_folder is not None and not self.rollout_servers:
             raise ValueError("rollout_folder is for rollout_servers, and there are none; set rollout_servers")
-
-    def _check_adapters(self) -> None:
-        for name in self.adapters:
-            if not re.fullmatch(ADAPTER_NAME, name):
-                raise ValueError(
-                    f"adapters must be names of letters, digits, '.', '_' and '-', at most 64, got {short_repr(name)}"
-                )
-        if "base" in self.adapters:
-            raise ValueError("adapters must have other names than 'base', which is their base; e.g. 'basic'")
-        if len(set(self.adapters)) < len(self.adapters):
-            raise ValueError(f"adapters must have different names, got {', '.join(self.adapters)}")
-        if self.adapters and self.rollout_servers:
-            raise ValueError("rollout_servers sample for a single adapter; train adapters without rollout_servers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,20 +148,9 @@ class RewardSettings:
     """Concurrent calls of one synchronous reward function; above 1 the function must be thread-safe."""
     reward_workers: int = ranged(0, 10**4, resume="free")
     """Worker processes for synchronous reward functions; 0 runs them in threads."""
-    reward_workers_on: Literal["processes", "ray"] = setting("processes", resume="free")
-    """Kind of reward workers: processes of this machine, or tasks of a Ray cluster, the running one or a new local
-    one."""
     reward_timeout_s: float | None = ranged(300.0, 1e6, low=1e-3, resume="free")
     """Timeout of a reward call in seconds; None for none."""
     reward_retries: int = ranged(0, 10**3, resume="free")
     """Retries of a reward call that raised or timed out."""
     reward_errors: Literal["none", "raise"] = setting("none", resume="free")
     """On a failed reward call, give its completions no reward and count them, or stop the run."""
-
-    def check(self) -> None:
-        """Raises a ValueError for a Ray cluster without workers."""
-        if self.reward_workers_on == "ray" and not self.reward_workers:
-            raise ValueError(
-                "reward_workers_on is 'ray', but reward_workers is 0, which calls reward functions in threads of this "
-                "process; set the number of workers, e.g. reward_workers=16"
-            )

@@ -46,7 +46,7 @@ class PromptOrderSettings:
 
 
 MetricDefinitions = Literal["groupax", "trl"]
-TRACKERS = ("wandb", "tensorboard", "trackio", "jsonl")
+TRACKERS = ("wandb", "tensorboard", "trackio")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +59,10 @@ class ReportingSettings:
     """Definition of the metrics that TRL defines differently: "trl" as in TRL 1.16, see docs/algorithm.md."""
     profile: int = ranged(0, 10**6, resume="free")
     """Trace this many steps, from the third step on, into profile/ of the run folder, for Perfetto or XProf."""
-    progress_bar: Literal["rich", "tqdm", "json", "none"] = setting("rich", resume="free")
+    progress_bar: Literal["rich", "json", "none"] = setting("rich", resume="free")
     """Display of the run's progress."""
     report_to: tuple[str, ...] = setting((), resume="free")
-    """Trackers to report to, in addition to the run folder: wandb, tensorboard, trackio, jsonl, or the
+    """Trackers to report to, in addition to the run folder: wandb, tensorboard, trackio, or the
     "module:attribute" reference of a tracker. See docs/monitoring.md."""
     run_name: str | None = setting(None, resume="free")
     """Name of the run in trackers; None takes the name of the run folder."""
@@ -93,14 +93,11 @@ class RolloutLogSettings:
     """Keep the rollouts of logged steps that are multiples of this, and of the first and the last step."""
     rollout_log_gb: float | None = ranged(20.0, 1e9, resume="free")
     """Size limit of rollouts/ in GB. Beyond it steps are removed such that the others are evenly spaced, but never the
-    first, the newest and the best one. None for no limit."""
+    first and the newest one. None for no limit."""
     replay_steps: int = ranged(16, 10**6, resume="free")
     """Keep the rollouts of this many last steps too, and of every step with a diagnosis or an update that was skipped,
     whatever logging_steps, log_completions_steps and rollout_log_gb say, so that groupax replay has their inputs. 0
     leaves it to those."""
-    replay_state_gb: float = ranged(1.0, 1e9, resume="free")
-    """Size limit of states/ in GB: states of the run between its checkpoints, from which groupax replay starts. Models
-    whose state exceeds a third of it have none; 0 keeps none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +138,7 @@ class EvaluationSettings(EvaluationSchedule, EvalSamplingSettings):
     """Schedule, number of completions and sampling of evaluations."""
 
     eval_num_generations: int = ranged(1, 2**16, low=1, resume="free")
-    """Completions per prompt in evaluation; above 1, pass@k and maj@k up to this k are reported."""
+    """Completions per prompt in evaluation; above 1, pass@k up to this k and maj@k of all are reported."""
     eval_max_completion_length: int | None = ranged(None, 10**9, low=1, resume="free")
     """Longest completion in evaluation; None takes max_completion_length."""
     correctness_reward: str | None = setting(None, resume="free")
@@ -170,23 +167,8 @@ QUIET: dict[str, Any] = {
     "log_completions": True,
     "log_completions_steps": 1,
     "rollout_log_gb": None,
-    "replay_state_gb": 0.0,
     "rollout_servers": (),
     "rollout_folder": None,
 }
 # Settings that no step depends on.
 UNSEEN = frozenset({"output_dir", "resume", "progress_bar", "run_name", "project", "track_memory", *QUIET})
-# Settings by which steps are numbered, and those that the saved weights and optimizer state depend on.
-OF_SCHEDULE = (
-    "seed",
-    "num_iterations",
-    "updates_per_rollout",
-    "max_staleness",
-    "prompt_order",
-    "drop_last",
-    "adapters",
-)
-OF_SHAPES = (
-    *("lora_r", "lora_target_modules", "lora_bias", "lora_modules_to_save", "base_weights", "dtype", "optimizer"),
-    *("momentum", "freeze_vision_tower"),
-)

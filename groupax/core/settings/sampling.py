@@ -14,7 +14,7 @@ from typing import Any, Literal
 from groupax.core.settings.fields import check_range, like, ranged
 
 MAX_LOGPROBS = 20
-# Stop tokens and biased tokens that every slot has room for, powers of two; requests with more of them compile again.
+# Stop tokens and biased tokens that a slot has room for.
 STOP_IDS = 256
 BIASED_TOKENS = 512
 MAX_STOP_STRINGS = 16  # of one request; other servers have such a limit too

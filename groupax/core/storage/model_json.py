@@ -28,11 +28,6 @@ class Kind:
         return replace(self, description=text, accepts=lambda value: value is None or self.accepts(value))
 
 
-def is_integer(value: Any, low: int, high: int) -> bool:
-    """Returns whether a value is an integer (and not a boolean) within bounds."""
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
 def is_number(value: Any) -> bool:
     """Returns whether a value is a finite number."""
     return isinstance(value, float | int) and not isinstance(value, bool) and abs(value) < 1e300 and value == value
@@ -40,12 +35,10 @@ def is_number(value: Any) -> bool:
 
 def integer(low: int = 1, high: int = MAX_SIZE) -> Kind:
     """Returns the kind of integers within bounds."""
-    return Kind(f"a whole number from {low} to {high}", lambda value: is_integer(value, low, high))
-
-
-def above(low: int) -> Kind:
-    """Returns the kind of finite numbers above a bound."""
-    return Kind(f"a finite number above {low}", lambda value: is_number(value) and value > low, is_number=True)
+    return Kind(
+        f"a whole number from {low} to {high}",
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
+    )
 
 
 def list_of(kind: Kind) -> Kind:
@@ -57,23 +50,16 @@ def list_of(kind: Kind) -> Kind:
 
 
 SIZE, TOKEN, COUNT, NUMBERED = integer(), integer(0), integer(1, MAX_LAYERS), integer(0, MAX_LAYERS)
-ANY_NUMBER = Kind("a finite number", is_number, is_number=True)
-NOT_NEGATIVE = Kind("a finite number of at least 0", lambda value: is_number(value) and value >= 0, is_number=True)
-POSITIVE = above(0)
+NUMBER = Kind("a finite number", is_number, is_number=True)
+POSITIVE = Kind("a finite number above 0", lambda value: is_number(value) and value > 0, is_number=True)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("a string", lambda value: isinstance(value, str))
 TABLE = Kind("an object", lambda value: isinstance(value, Mapping)).or_null()
-DTYPE = Kind("float32, bfloat16 or float16", lambda value: value in ("float32", "bfloat16", "float16"))
 TOKENS = Kind(
     f"{TOKEN.description}, or a list of them",
     lambda value: all(map(TOKEN.accepts, value if isinstance(value, list) else [value])),
 )
-FRACTION = Kind("a number above 0 and at most 1", lambda value: is_number(value) and 0 < value <= 1)
-PATTERN = Kind(
-    "a whole number, or a string of L and G",
-    lambda value: NUMBERED.accepts(value) or (isinstance(value, str) and set(value) <= set("LG")),
-)
-TUNING = Kind("true, false or a whole number", lambda value: isinstance(value, bool) or TOKEN.accepts(value))
+ANY = Kind("anything", lambda _: True)
 
 
 def _table(*rows: tuple[Kind, str]) -> Mapping[str, Kind]:
@@ -91,8 +77,8 @@ CONFIG = _table(
         "intermediate_size intermediate_size_mlp kv_lora_rank linear_key_head_dim linear_num_key_heads "
         "linear_num_value_heads linear_value_head_dim max_position_embeddings mm_tokens_per_image "
         "moe_intermediate_size no_rope_layer_interval num_attention_heads num_key_value_heads? num_labels? "
-        "q_lora_rank? qk_nope_head_dim qk_rope_head_dim scale_factor shared_expert_intermediate_size sliding_window? "
-        "v_head_dim vocab_size",
+        "original_max_position_embeddings? q_lora_rank? qk_nope_head_dim qk_rope_head_dim scale_factor "
+        "shared_expert_intermediate_size sliding_window? v_head_dim vocab_size",
     ),
     (
         FLAG,
@@ -103,9 +89,11 @@ CONFIG = _table(
     (
         POSITIVE,
         "attention_multiplier attn_logit_softcapping? block_ffn_dim_multiplier? embedding_multiplier "
-        "final_logit_softcapping? layer_norm_eps logit_scale logits_scaling norm_eps query_pre_attn_scalar "
-        "rms_norm_eps routed_scaling_factor swiglu_alpha swiglu_limit",
+        "final_logit_softcapping? layer_norm_eps logit_scale logits_scaling norm_eps partial_rotary_factor? "
+        "query_pre_attn_scalar rms_norm_eps rope_local_base_freq rope_theta? routed_scaling_factor swiglu_alpha "
+        "swiglu_limit",
     ),
+    (NUMBER, "attn_scale residual_multiplier router_aux_loss_coef"),
     (TABLE, "id2label quantization_config rope_parameters rope_scaling text_config vision_config"),
     (
         COUNT,
@@ -114,19 +102,11 @@ CONFIG = _table(
     ),
     (NUMBERED, "first_k_dense_replace n_shared_experts num_dense_layers num_experts? num_nextn_predict_layers"),
     (TOKEN, "image_token_id image_token_index max_window_layers video_token_id"),
-    (list_of(TEXT), "architectures? layer_types?"),
-    (NOT_NEGATIVE, "attn_scale router_aux_loss_coef"),
-    (DTYPE, "dtype? torch_dtype?"),
-    (list_of(NUMBERED), "full_attn_idxs? mlp_only_layers? moe_layers?"),
-    (TEXT, "hidden_act? hidden_activation? model_type"),
-    (TUNING, "attn_temperature_tuning"),
     (TOKENS, "eos_token_id?"),
-    (list_of(integer(0, 1)), "no_rope_layers?"),
-    (integer(2), "original_max_position_embeddings?"),
-    (FRACTION, "partial_rotary_factor?"),
-    (ANY_NUMBER, "residual_multiplier"),
-    (above(1), "rope_local_base_freq rope_theta?"),
-    (PATTERN, "sliding_window_pattern?"),
+    (TEXT, "hidden_act? hidden_activation? model_type"),
+    (list_of(TEXT), "architectures? layer_types?"),
+    (list_of(NUMBERED), "full_attn_idxs? mlp_only_layers? moe_layers? no_rope_layers?"),
+    (ANY, "attn_temperature_tuning dtype sliding_window_pattern torch_dtype"),
 )
 # The `vision_config` of models that see images; sizes may not be pairs.
 VISION = _table(
@@ -144,26 +124,25 @@ VISION = _table(
 )
 # A table of rotary parameters, in either notation; null is the same as no entry.
 ROPE = _table(
-    (POSITIVE, "attention_factor beta_fast beta_slow factor high_freq_factor low_freq_factor"),
-    (NOT_NEGATIVE, "llama_4_scaling_beta mscale mscale_all_dim"),
+    (
+        POSITIVE,
+        "attention_factor beta_fast beta_slow factor high_freq_factor low_freq_factor partial_rotary_factor rope_theta",
+    ),
+    (NUMBER, "llama_4_scaling_beta mscale mscale_all_dim"),
     (TABLE, "full_attention sliding_attention"),
     (list_of(POSITIVE), "long_factor short_factor"),
     (TEXT, "rope_type type"),
-    (SIZE, "max_position_embeddings"),
-    (integer(2), "original_max_position_embeddings"),
-    (FRACTION, "partial_rotary_factor?"),
-    (above(1), "rope_theta"),
+    (SIZE, "max_position_embeddings original_max_position_embeddings"),
     (FLAG, "truncate"),
 )
 # `generation_config.json`: the tokens that end a completion, and the settings that `compat.hf` uses.
 GENERATION = _table(
     (SIZE, "max_length? max_new_tokens? num_return_sequences?"),
-    (ANY_NUMBER, "min_p? top_p?"),
+    (NUMBER, "min_p? temperature? top_p?"),
     (integer(-1), "pad_token_id? top_k?"),
     (FLAG, "do_sample"),
     (TOKENS, "eos_token_id?"),
     (POSITIVE, "repetition_penalty?"),
-    (NOT_NEGATIVE, "temperature?"),
 )
 
 
@@ -196,10 +175,3 @@ def _validate_rope(table: Any, where: str) -> dict[str, Any]:
     table = validate({key: value for key, value in table.items() if value is not None}, ROPE, where)
     kinds = [kind for kind in ("full_attention", "sliding_attention") if table.get(kind)]
     return table | {kind: _validate_rope(table[kind], f"{kind} of {where}") for kind in kinds}
-
-
-def out_of_vocabulary(content: Mapping[str, Any], vocab_size: int) -> list[int]:
-    """Returns the end-of-sequence tokens of a file that are outside of a model's vocabulary."""
-    tokens = content.get("eos_token_id")
-    tokens = tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
-    return [token for token in tokens if token >= vocab_size]

@@ -8,7 +8,6 @@ next to it, which can be deleted.
 
 import ctypes
 import hashlib
-import logging
 import os
 import re
 import secrets
@@ -19,11 +18,9 @@ from pathlib import Path, PurePosixPath
 
 from groupax.core.storage.folders import list_names, read_json, replacing_file, sync_to_disk, write_json
 
-logger = logging.getLogger(__name__)
-
 MANIFEST = ".groupax_files.json"
 CARD = "README.md"  # an edited card is kept
-SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 64  # larger files are fingerprinted by samples, since reading them takes long
+SAMPLE_BYTES = 1 << 20
 # Files that are read to load a model or its tokenizer. Those of another origin would mix with the new model's.
 _MIXING_FILES = re.compile(r"adapter_config\.json|.*\.safetensors(\.index\.json)?")  # loaded in preference or addition
 _MODEL_FILES = re.compile(rf"(config|generation_config|.*\.index)\.json|{_MIXING_FILES.pattern}")
@@ -42,14 +39,9 @@ class ForeignFilesError(ValueError):
 
 
 def written_files(folder: Path) -> dict[str, str]:
-    """Returns the files of a folder that groupax wrote and nobody changed since, with their fingerprints."""
-    return {name: mark for name, mark in _read_manifest(folder).items() if _is_unchanged(folder / name, mark)}
+    """Returns the files of a folder that groupax wrote and nobody changed since, with their marks.
 
-
-def _read_manifest(folder: Path) -> dict[str, str]:
-    """Returns the listed files with their fingerprints; none if the manifest is missing or unreadable.
-
-    Names that lead out of the folder are left out.
+    There are none if the manifest is missing or unreadable. Names that lead out of the folder are left out.
     """
     if (folder / MANIFEST).is_symlink():
         return {}
@@ -58,27 +50,23 @@ def _read_manifest(folder: Path) -> dict[str, str]:
     except (FileNotFoundError, ValueError):  # then no file in the folder is known to be ours
         return {}
 
-    def is_inside(name: str) -> bool:
+    def is_ours(name: str, mark: object) -> bool:
         path = PurePosixPath(name)
-        return bool(path.parts) and "\0" not in name and not path.is_absolute() and ".." not in path.parts
+        is_inside = path.parts and "\0" not in name and not path.is_absolute() and ".." not in path.parts
+        own = folder / name
+        return bool(is_inside) and not own.is_symlink() and own.is_file() and _mark(own) == mark
 
-    return {name: str(mark) for name, mark in files.items() if is_inside(name)} if isinstance(files, dict) else {}
-
-
-def _is_unchanged(path: Path, mark: str) -> bool:
-    return not path.is_symlink() and path.is_file() and _fingerprint(path) == mark
+    return {name: mark for name, mark in files.items() if is_ours(name, mark)} if isinstance(files, dict) else {}
 
 
-def _fingerprint(path: Path) -> str:
-    """Returns a file's size and a SHA-256 sum: of all of it, or of samples if it exceeds 4 MiB."""
-    size, digest = path.stat().st_size, hashlib.sha256()
-    is_small = size <= NUM_SAMPLES * SAMPLE_BYTES
+def _mark(path: Path) -> str:
+    """Returns a file's size and the SHA-256 sum of its first and last mebibytes; reading all of it takes long."""
+    size = path.stat().st_size
     with path.open("rb") as file:
-        for index in range(NUM_SAMPLES):
-            if not is_small:
-                file.seek((size - SAMPLE_BYTES) * index // (NUM_SAMPLES - 1))
-            digest.update(file.read(SAMPLE_BYTES))
-    return f"{size}:{digest.hexdigest()}"
+        sampled = file.read(SAMPLE_BYTES)
+        file.seek(max(0, size - SAMPLE_BYTES))
+        sampled += file.read()
+    return f"{size}:{hashlib.sha256(sampled).hexdigest()}"
 
 
 def _write_manifest(folder: Path, files: Mapping[str, str]) -> None:
@@ -165,7 +153,7 @@ def replacing_folder(folder: Path, sources: Collection[Path] = ()) -> Iterator[P
     partial.mkdir()
     try:
         yield partial
-        _write_manifest(partial, {name: _fingerprint(partial / name) for name in _files_below(partial)})
+        _write_manifest(partial, {name: _mark(partial / name) for name in _files_below(partial)})
         replaces = folder.is_dir() and any(folder.iterdir())
         if replaces:
             check_destination(folder, sources)  # the folder may have changed while the model was written
@@ -180,19 +168,18 @@ def replacing_folder(folder: Path, sources: Collection[Path] = ()) -> Iterator[P
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    if replaces and (left := _foreign_files(partial)):
-        logger.warning("%s changed in %s while its model was replaced; see %s", list_names(left), folder, partial)
-    elif replaces:
+    if replaces:
         shutil.rmtree(partial)
 
 
 def replace_card(folder: Path, text: str) -> None:
     """Rewrites the card of a model's folder, if groupax wrote the one that is there."""
-    if CARD not in written_files(folder):
+    own = written_files(folder)
+    if CARD not in own:
         return
     with replacing_file(folder / CARD) as partial:
         partial.write_text(text, encoding="utf-8")
-    _write_manifest(folder, {**_read_manifest(folder), CARD: _fingerprint(folder / CARD)})
+    _write_manifest(folder, own | {CARD: _mark(folder / CARD)})
 
 
 def _resolved(folder: Path) -> Path:
@@ -251,28 +238,26 @@ def foreign_model_files(folder: Path) -> list[str]:
 def merge_into_folder(new: Path, folder: Path) -> None:
     """Copies a model of `replacing_folder` into a folder with other contents, file by file, `config.json` last.
 
-    Files that groupax wrote and files with the same contents are replaced. Tokenizer files and a card of another origin
-    are kept. Raises a ForeignFilesError before anything is written if there are others with the names of a model's.
+    Files that groupax wrote are replaced. Tokenizer files and a card of another origin are kept. Raises a
+    ForeignFilesError before anything is written if there are others with the names of a model's.
     """
     folder = folder.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    names = sorted(_read_manifest(new), key=lambda name: name in ("config.json", "adapter_config.json"))
+    names = sorted(written_files(new), key=lambda name: name in ("config.json", "adapter_config.json"))
     own = written_files(folder)
     present = [name for name in names if os.path.lexists(folder / name) and name not in own]
     kept = {name for name in present if name == CARD or _TOKENIZER_FILES.fullmatch(name)}
-    same = {name for name in present if _is_unchanged(folder / name, _fingerprint(new / name))}
-    foreign = [name for name in present if name not in kept | same]
     others = [entry.name for entry in folder.iterdir() if entry.name not in {*own, *names}]
-    foreign += [name for name in others if _MIXING_FILES.fullmatch(name)]
+    foreign = {*present} - kept | {name for name in others if _MIXING_FILES.fullmatch(name)}
     if foreign:
         raise ForeignFilesError(
-            f"{folder} contains {list_names(set(foreign))} that groupax did not write and never overwrites; choose "
+            f"{folder} contains {list_names(foreign)} that groupax did not write and never overwrites; choose "
             "another folder, or move them away"
         )
-    written = [name for name in names if name not in kept | same]
+    written = [name for name in names if name not in kept]
     for name in written:
         with replacing_file(folder / name) as partial:
             shutil.copyfile(new / name, partial)
     for name in own.keys() - set(names):  # files of an earlier model
         (folder / name).unlink()
-    _write_manifest(folder, {name: _fingerprint(folder / name) for name in [*written, *(own.keys() & set(names))]})
+    _write_manifest(folder, {name: _mark(folder / name) for name in written})

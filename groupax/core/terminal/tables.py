@@ -3,7 +3,7 @@
 import html
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.cells import cell_len
@@ -35,11 +35,6 @@ def table_html(rows: Iterable[Sequence[object]], head: Sequence[str] = (), title
         cells = (f'<td style="{_CELL}white-space:pre-wrap">{_escaped(each)}</td>' for each in row)
         parts.append(f"<tr>{''.join(cells)}</tr>")
     return "".join([*parts, "</table>"])
-
-
-def facts_html(facts: Mapping[str, object], title: str = "") -> str:
-    """Returns labels and values as a table."""
-    return table_html(facts.items(), title=title)
 
 
 def details_html(summary: str, content: str) -> str:

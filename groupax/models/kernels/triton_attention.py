@@ -4,7 +4,7 @@ The kernels go through the visible columns of the cache in blocks, and no scores
 one attends from all rows of a prompt to a part of its columns, which are thus read once for all these rows; the parts
 are as many as keep the device busy (arXiv:2311.01282 splits sequences for the same reason). The last one writes a row's
 newest keys and values into the cache, attends to its own columns, and merges the result with those of the prompt's
-parts. Where rows may have many own columns, a kernel between them attends to parts of these.
+parts.
 """
 
 from collections.abc import Sequence
@@ -120,8 +120,6 @@ MAX_QUERIES, QUERY_BYTES = 64, 1 << 15  # most queries of a prompt that one prog
 BLOCK_BYTES = 1 << 14  # of the keys of a block; two blocks of keys and values fit the shared memory of all these GPUs
 MAX_BLOCK = 128
 PROGRAMS = 256  # for prompts, about two per multiprocessor of a large GPU
-PART = 1024  # columns beyond which a sequence is split, so that the last rows of a rollout keep a GPU busy
-MAX_PROGRAMS = 4096  # with such parts, because each takes time even where a row is idle
 PARAMS = triton.CompilerParams(num_warps=4, num_stages=2)
 
 
@@ -137,7 +135,6 @@ class Sizes(NamedTuple):
         own_tile: Queries of the second kernel's programs.
         block: Columns that are loaded at a time.
         num_tiles, num_parts: Numbers of tiles of a prompt's queries and of parts of its columns.
-        num_own_parts: Number of parts of a row's own columns.
     """
 
     rows: int
@@ -149,12 +146,11 @@ class Sizes(NamedTuple):
     block: int
     num_tiles: int
     num_parts: int
-    num_own_parts: int
 
 
 def sizes_of(q: Float[Array, "B N H"], cache: LayerCache) -> Sizes:
     """Returns the sizes of the kernels for arrays of these shapes."""
-    (B, N, H), (Q, K, _, S), T = q.shape, cache.prompt_k.shape, cache.k.shape[3]
+    (B, N, H), (Q, K, _, S) = q.shape, cache.prompt_k.shape
     R, G = B // Q, N // K
     dims = max(MIN_TILE, pl.next_power_of_2(H))
     item_bytes = max(q.dtype.itemsize, cache.k.dtype.itemsize)
@@ -163,14 +159,8 @@ def sizes_of(q: Float[Array, "B N H"], cache: LayerCache) -> Sizes:
     tile = min(max_queries, max(MIN_TILE, pl.next_power_of_2(R * G)))
     num_tiles = pl.cdiv(R * G, tile)
     own_tile = max(MIN_TILE, pl.next_power_of_2(G))
-    programs = Q * K * num_tiles
-    num_parts = min(pl.cdiv(S, block), max(pl.cdiv(PROGRAMS, programs), _long_parts(S, programs)))
-    return Sizes(R, N, G, dims, tile, own_tile, block, num_tiles, num_parts, _long_parts(T, B * K))
-
-
-def _long_parts(num_columns: int, num_programs: int) -> int:
-    """Returns the number of parts of sequences that may be long, where each part takes `num_programs` programs."""
-    return max(1, min(pl.cdiv(num_columns, PART), MAX_PROGRAMS // num_programs))
+    num_parts = min(pl.cdiv(S, block), pl.cdiv(PROGRAMS, Q * K * num_tiles))
+    return Sizes(R, N, G, dims, tile, own_tile, block, num_tiles, num_parts)
 
 
 def attend_past(
@@ -185,7 +175,7 @@ def attend_past(
     """Computes `attention.attend_past`; with `interpret` by operations that every device has, for tests."""
     sizes = sizes_of(q, cache)
     heads = jnp.concatenate([q, k, v], axis=1)  # one array, which one kernel can compute
-    parts = _attend_parts(attn, sizes, past, cache, heads, interpret)
+    parts = _attend_prompts(attn, sizes, past, cache, heads, interpret)
     return _attend_rows(attn, sizes, past, cache, heads, parts, interpret)
 
 
@@ -195,42 +185,33 @@ def _prompt_blocks(sizes: Sizes, num_columns: int, start: Array) -> tuple[Array,
     return first, jnp.where(start < num_columns, pl.cdiv(num_columns, sizes.block) - first, 0)
 
 
-def _attend_parts(
+def _attend_prompts(
     attn: AttentionConfig, sizes: Sizes, past: Past, cache: LayerCache, heads: Array, interpret: bool
-) -> tuple[Array, ...]:
-    """Attends to the parts of prompts and, if there are any, to those of own columns.
+) -> list[Array]:
+    """Attends to the P parts of prompts, and returns their results and the logarithms of their softmax's sums.
 
-    Returns each part's result and the logarithm of its softmax's sum: [Q, K, P, R G, H] and [Q, K, P, R G] for the P
-    parts of prompts, then [B, K, P, G, H] and [B, K, P, G] for those of own columns.
+    These are [Q, K, P, R G, H] and [Q, K, P, R G].
     """
-
-    def call(kernel: Any, scalars: tuple[Array, ...], keys: Array, values: Array, M: int, P: int, tiles: int) -> Any:
-        X, K, H, columns = keys.shape
-        per_head = lambda x, head, _: (x, head, 0, 0)  # noqa: E731
-        return pl.pallas_call(
-            partial(kernel, attn, sizes),
-            out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((X, K, P, M, H), (X, K, P, M))],
-            grid=(X, K, P * tiles),
-            in_specs=[
-                *[pl.no_block_spec] * (1 + len(scalars)),
-                pl.BlockSpec((None, None, H, columns), per_head),
-                pl.BlockSpec((None, None, columns, H), per_head),
-            ],
-            out_specs=[
-                pl.BlockSpec((None, None, P, M, H), lambda x, head, _: (x, head, 0, 0, 0)),
-                pl.BlockSpec((None, None, P, M), per_head),
-            ],
-            compiler_params=PARAMS,
-            cost_estimate=_cost(X * K * M * columns, H, [heads, keys, values]),
-            interpret=interpret,
-            name=kernel.__name__.strip("_"),
-        )(heads, *scalars, keys, values)
-
-    scalars, queries = (past.prompt_starts, past.lengths), sizes.rows * sizes.group
-    results = call(_attend_prompt, scalars, cache.prompt_k, cache.prompt_v, queries, sizes.num_parts, sizes.num_tiles)
-    if sizes.num_own_parts > 1:
-        results += call(_attend_own, (past.lengths,), cache.k, cache.v, sizes.group, sizes.num_own_parts, 1)
-    return tuple(results)
+    (Q, K, H, S), M, P = cache.prompt_k.shape, sizes.rows * sizes.group, sizes.num_parts
+    per_head = lambda x, head, _: (x, head, 0, 0)  # noqa: E731
+    return pl.pallas_call(
+        partial(_attend_prompt, attn, sizes),
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((Q, K, P, M, H), (Q, K, P, M))],
+        grid=(Q, K, P * sizes.num_tiles),
+        in_specs=[
+            *[pl.no_block_spec] * 3,
+            pl.BlockSpec((None, None, H, S), per_head),
+            pl.BlockSpec((None, None, S, H), per_head),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, P, M, H), lambda x, head, _: (x, head, 0, 0, 0)),
+            pl.BlockSpec((None, None, P, M), per_head),
+        ],
+        compiler_params=PARAMS,
+        cost_estimate=_cost(Q * K * M * S, H, [heads, cache.prompt_k, cache.prompt_v]),
+        interpret=interpret,
+        name="attend_prompt",
+    )(heads, past.prompt_starts, past.lengths, cache.prompt_k, cache.prompt_v)
 
 
 def _attend_prompt(attn: AttentionConfig, sizes: Sizes, *refs: Any) -> None:
@@ -268,31 +249,18 @@ def _attend_prompt(attn: AttentionConfig, sizes: Sizes, *refs: Any) -> None:
     pl.when(is_needed)(partial(write_part, softmax, out, lse, part, query, is_query))
 
 
-def _attend_own(attn: AttentionConfig, sizes: Sizes, *refs: Any) -> None:
-    heads, lengths, keys, values, out, lse = refs
-    row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    own = _own_columns(attn, sizes, lengths[row])
-    per_part = blocks_per_part(own.num_blocks, sizes.num_own_parts)
-    begin, end = part * per_part, jnp.minimum((part + 1) * per_part, own.num_blocks)
-    queries = _own_queries(sizes, heads, keys, row, head)
-    softmax = _add_own(attn, sizes, own, no_columns(*queries.shape), queries, (keys, values), (begin, end))
-    query = jnp.arange(sizes.own_tile)
-    pl.when(begin < end)(partial(write_part, softmax, out, lse, part, query, query < sizes.group))
-
-
 def _attend_rows(
     attn: AttentionConfig,
     sizes: Sizes,
     past: Past,
     cache: LayerCache,
     heads: Array,
-    parts: tuple[Array, ...],
+    parts: list[Array],
     interpret: bool,
 ) -> tuple[Float[Array, "B N H"], LayerCache]:
-    """Writes the newest keys and values, attends to own columns that are not in parts, and merges the parts."""
+    """Writes the newest keys and values, attends to own columns, and merges the parts of prompts."""
     B, K, H, T = cache.k.shape
     own_specs = [pl.BlockSpec((None, None, *shape), lambda row, head: (row, head, 0, 0)) for shape in ((H, T), (T, H))]
-    own_read = (cache.k, cache.v) if sizes.num_own_parts == 1 else ()
     out, keys, values = pl.pallas_call(
         partial(_attend_row, attn, sizes, cache.prompt_k.shape[3]),
         out_shape=[
@@ -304,12 +272,12 @@ def _attend_rows(
         in_specs=[
             *own_specs,
             *[pl.no_block_spec] * 3,
-            *(_per_head_spec(each, rows) for each, rows in zip(parts, (sizes.rows, sizes.rows, 1, 1), strict=False)),
+            *(_per_prompt_spec(each, sizes.rows) for each in parts),
         ],
         out_specs=[pl.BlockSpec((None, sizes.heads, H), lambda row, _: (row, 0, 0)), *own_specs],
         input_output_aliases={0: 1, 1: 2},
         compiler_params=PARAMS,
-        cost_estimate=_cost(len(own_read) * B * sizes.heads * T // 2, H, [heads, *parts, *own_read]),
+        cost_estimate=_cost(B * sizes.heads * T, H, [heads, *parts, cache.k, cache.v]),
         interpret=interpret,
         name="attend_row",
     )(cache.k, cache.v, heads, past.prompt_starts, past.lengths, *parts)
@@ -317,7 +285,7 @@ def _attend_rows(
 
 
 def _attend_row(attn: AttentionConfig, sizes: Sizes, num_prompt_columns: int, *refs: Any) -> None:
-    keys, values, heads, starts, lengths, prompt_out, prompt_lse, *own_parts, out, new_keys, new_values = refs
+    keys, values, heads, starts, lengths, prompt_out, prompt_lse, out, new_keys, new_values = refs
     row, head = pl.program_id(0), pl.program_id(1)
     length = lengths[row]
     queries = _own_queries(sizes, heads, keys, row, head)
@@ -326,12 +294,7 @@ def _attend_row(attn: AttentionConfig, sizes: Sizes, num_prompt_columns: int, *r
     own = _own_columns(attn, sizes, length)
     query = jnp.arange(sizes.own_tile)
     is_query = query < sizes.group
-    if own_parts:
-        own_out, own_lse = own_parts
-        num_parts = num_nonempty_parts(own.num_blocks, sizes.num_own_parts)
-        softmax = add_parts(softmax, own_out, own_lse, query, is_query, num_parts)
-    else:
-        softmax = _add_own(attn, sizes, own, softmax, queries, (keys, values), (jnp.int32(0), own.num_blocks))
+    softmax = _add_own(attn, sizes, own, softmax, queries, (keys, values))
     start = jnp.where(length > 0, starts[lax.div(row, sizes.rows)], num_prompt_columns)
     _, num_blocks = _prompt_blocks(sizes, num_prompt_columns, start)
     of_prompt = lax.rem(row, sizes.rows) * sizes.group + query
@@ -395,9 +358,8 @@ def _add_own(
     softmax: Softmax,
     queries: Array,
     cached: tuple[Any, Any],
-    blocks: tuple[Array, Array],
 ) -> Softmax:
-    """Adds the cached keys and values of a row's own columns, from the first of two blocks to before the second."""
+    """Adds the cached keys and values of a row's own columns."""
     dim, first_block = jnp.arange(sizes.dims), lax.div(own.first, sizes.block)
 
     def add_block(index: Array, softmax: Softmax) -> Softmax:
@@ -406,11 +368,11 @@ def _add_own(
         visible = ((column >= own.first) & (column < own.newest))[None, :]
         return add_columns(attn, softmax, queries, block_keys, block_values, visible)
 
-    return lax.fori_loop(*blocks, add_block, softmax)
+    return lax.fori_loop(jnp.int32(0), own.num_blocks, add_block, softmax)
 
 
-def _per_head_spec(x: Array, rows: int) -> pl.BlockSpec:
-    """Returns the spec that gives each row and head a block of an array with an entry per `rows` rows."""
+def _per_prompt_spec(x: Array, rows: int) -> pl.BlockSpec:
+    """Returns the spec that gives each row and head a block of an array with an entry per prompt of `rows` rows."""
     return pl.BlockSpec(
         (None, None, *x.shape[2:]), lambda row, head: (lax.div(row, rows), head, *(0 for _ in x.shape[2:]))
     )

@@ -201,7 +201,7 @@ _FAMILIES: Mapping[type, _Family] = {
 
 @dataclass(eq=False)
 class PromptEncoder:
-    """Encodes prompts with images (see `data.prompts.ImageEncoder`).
+    """Encodes prompts with images.
 
     Attributes:
         config: The part of the model that sees images.

@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -310,9 +310,9 @@ class FeatureCache:
     def __init__(self, config: VisionConfig, max_bytes: int) -> None:
         self.config, self.max_bytes = config, max_bytes
         self.num_bytes = self.num_encoded = 0
-        self._sets: list[_Weights] = []  # the most recently used one last
-        self._features: OrderedDict[tuple[int, str], np.ndarray] = OrderedDict()
-        self._num_sets = 0
+        # arrays, whose identities are the key, and a copy on one device; both are kept in the order of their last use
+        self._sets: OrderedDict[tuple[int, ...], tuple[list[Any], dict[str, Any]]] = OrderedDict()
+        self._features: OrderedDict[tuple[tuple[int, ...], str], np.ndarray] = OrderedDict()
         self._lock = threading.Lock()
 
     def features(self, params: dict[str, Any], images: Sequence[Image]) -> list[Float[np.ndarray, "levels _ D"]]:
@@ -324,22 +324,22 @@ class FeatureCache:
             images: Images, which may be the same several times.
         """
         with self._lock:
-            weights = self._set_of(params)
+            weights = self._use(params)
             found: dict[str, np.ndarray] = {}
             for image in images:
                 if image.digest not in found:
                     found[image.digest] = self._find(weights, image)
             return [found[image.digest] for image in images]
 
-    def _find(self, weights: "_Weights", image: Image) -> np.ndarray:
-        key = weights.number, image.digest
+    def _find(self, weights: tuple[int, ...], image: Image) -> np.ndarray:
+        key = weights, image.digest
         if key in self._features:
             self._features.move_to_end(key)
             return self._features[key]
         batch, [first] = batch_images(self.config, [image])
-        features = _encode(self.config, weights.local, batch)
-        own = np.asarray(features)[:, first : first + num_features(self.config, image)].copy()
+        features = _encode(self.config, self._sets[weights][1], batch)
         self.num_encoded += 1
+        own = np.asarray(features)[:, first : first + num_features(self.config, image)].copy()
         if own.nbytes <= self.max_bytes:
             self._features[key] = own
             self.num_bytes += own.nbytes
@@ -347,25 +347,16 @@ class FeatureCache:
                 self.num_bytes -= self._features.popitem(last=False)[1].nbytes
         return own
 
-    def _set_of(self, params: dict[str, Any]) -> "_Weights":
+    def _use(self, params: dict[str, Any]) -> tuple[int, ...]:
+        """Returns the key of a set of weights, of which one device of this process gets a copy."""
         leaves = jax.tree.leaves(params)
-        for index, known in enumerate(self._sets):
-            if [*map(id, known.leaves)] == [*map(id, leaves)]:
-                self._sets.append(self._sets.pop(index))
-                return self._sets[-1]
-        self._num_sets += 1
-        local = jax.tree.map(lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, params)
-        self._sets.append(_Weights(self._num_sets, leaves, local))
+        key = tuple(map(id, leaves))
+        if key not in self._sets:
+            local = jax.tree.map(lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, params)
+            self._sets[key] = leaves, local
+        self._sets.move_to_end(key)
         if len(self._sets) > MAX_SETS:
-            dropped = self._sets.pop(0).number
-            for key in [key for key in self._features if key[0] == dropped]:
-                self.num_bytes -= self._features.pop(key).nbytes
-        return self._sets[-1]
-
-
-class _Weights(NamedTuple):
-    """A set of weights: its number, its arrays, which identify it, and a copy on one device of this process."""
-
-    number: int
-    leaves: list[Any]
-    local: dict[str, Any]
+            dropped, _ = self._sets.popitem(last=False)
+            for each in [each for each in self._features if each[0] == dropped]:
+                self.num_bytes -= self._features.pop(each).nbytes
+        return key

@@ -1,12 +1,11 @@
 """Loading of models and adapters from Hugging Face folders. Never unpickles, never runs remote code."""
 
-import logging
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from groupax.core.settings.optimizer import BaseWeights
 from groupax.core.storage.folders import ADAPTER_NAME, read_json, resolve_folder
-from groupax.core.storage.model_json import GENERATION, out_of_vocabulary, validate
+from groupax.core.storage.model_json import GENERATION, validate
 from groupax.core.terminal.printable import short_repr
 from groupax.models.adapted import FrozenBase, apply_adapter
 from groupax.models.config import ModelConfig
@@ -25,11 +24,9 @@ from groupax.models.lora import Adapter, LoRAConfig, adapter_base, init_adapter,
 from groupax.models.params import init_params, param_shardings, shard_params, split_dims
 from groupax.models.specs import HEAD, Params, Spec, embedding_name, model_specs, num_params, spec_leaves
 from groupax.models.weights.mxfp4 import dequantized_tensors
-from groupax.models.weights.nf4 import FURTHER, is_nf4, read_nf4, without_nf4
-from groupax.models.weights.quantize import is_quantized, quantizer
+from groupax.models.weights.nf4 import FURTHER, is_nf4, quantize_nf4, read_nf4, without_nf4
+from groupax.models.weights.quantize import is_quantized
 from groupax.models.weights.tensor_files import (
-    DTYPES,
-    Tensor,
     Tensors,
     cast,
     check_finite,
@@ -37,8 +34,6 @@ from groupax.models.weights.tensor_files import (
     own_tensors,
 )
 from groupax.parallel.mesh import check_divisible, default_mesh, format_mesh
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,7 @@ def load_model(
             "Qwen/Qwen3-0.6B".
         dtype: Dtype of the weights in memory; None keeps each tensor's own.
         mesh: Devices of the weights; by default every device has a copy (see `parallel.mesh.default_mesh`).
-        weights: "int8", "float8" or "nf4" to quantize the layers' matrices as they are read.
+        weights: "nf4" to quantize the layers' matrices to 4 bits as they are read.
         base: Base of an adapter, if it is not the one that `adapter_config.json` names.
         max_positions: Longest sequence; None for the value in `config.json`, or for the original context if longer
             sequences need other rotary embeddings ("longrope"). It applies to all sequences (see `rope.frequencies`).
@@ -120,8 +115,9 @@ def load_model(
     Raises:
         ValueError: The folder is not a model's, its config or weights are unsupported, damaged or incomplete, or its
             dims are not divisible by the mesh.
-        ImportError: 8-bit weights are requested and qwix is not installed.
     """
+    if weights not in get_args(BaseWeights):
+        raise ValueError(f"weights must be one of {', '.join(get_args(BaseWeights))}, got {weights!r}")
     folder = resolve_folder(name_or_path)
     if (folder / ADAPTER_NAME).is_file():
         options = {"dtype": dtype, "mesh": mesh, "weights": weights, "max_positions": max_positions}
@@ -131,16 +127,19 @@ def load_model(
     whole_config, generation_config, config = _read_settings(folder)
     hf_config = text_config(whole_config)
     in_4_bits = is_nf4(hf_config.get("quantization_config"))
-    if in_4_bits and weights not in ("same", "nf4"):
-        raise ValueError(f"the weights in {folder} are in 4 bits; they cannot be quantized to {weights}")
     hf_config = without_mxfp4(without_nf4(hf_config))
     config = config if max_positions is None else replace(config, max_positions=max_positions)
-    found = own_tensors(whole_config, config, dequantized_tensors(find_tensors(folder)), folder)
-    stored, tensors = resolve_tied_head(config, found, folder)
+    tensors = own_tensors(whole_config, config, dequantized_tensors(find_tensors(folder)), folder)
+    is_tied, embedding = config.tie_embeddings and not config.num_labels, embedding_name(config)
+    if is_tied and HEAD in tensors and embedding not in tensors:
+        tensors[embedding] = tensors[HEAD]  # the name that the file has for both
     quantized = {name for name in tensors if in_4_bits and f"{name}.{FURTHER[0]}" in tensors}
-    check_tensors(stored, tensors, folder, quantized)
-    if stored != config:
-        config, hf_config = stored, {**hf_config, "tie_word_embeddings": False}
+    check_tensors(config, tensors, folder, quantized)
+    if is_tied and HEAD in tensors and not np.array_equal(tensors[HEAD].whole(), tensors[embedding].whole()):
+        raise ValueError(
+            f"{folder}: config.json ties the head to the embedding, but {HEAD} and {embedding} differ; set "
+            "tie_word_embeddings to false there, so that they are two weights"
+        )
     mesh = mesh or default_mesh(4 * num_params(config))
     _check_mesh(config, mesh, replicated, in_4_bits or weights != "same")
     load = make_weight_loader(mesh, tensors, dtype, weights, quantized)
@@ -157,13 +156,6 @@ def _read_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any], ModelC
         config = read_config(without_nf4(hf_config))
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    for name, content in (("config.json", hf_config), ("generation_config.json", generation_config)):
-        outside = out_of_vocabulary(content, config.vocab_size)
-        if outside:
-            logger.warning(
-                "%s names the end-of-sequence tokens %s, but the vocabulary has %s tokens: they end no completion",
-                *(folder / name, short_repr(outside), config.vocab_size),
-            )
     return hf_config, generation_config, config
 
 
@@ -257,48 +249,8 @@ def _replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-COMPARED_ROWS = 4096
 # Tensors that some exporters write and no forward pass needs.
 DERIVED = re.compile(r"rotary_emb\.inv_freq$")
-
-
-def resolve_tied_head(config: ModelConfig, tensors: Tensors, folder: Path) -> tuple[ModelConfig, Tensors]:
-    """Reconciles a head that `config.json` ties to the embedding with the tensors of the files.
-
-    As in transformers, a single tensor is used for both, whichever of the two names it has, and two tensors that differ
-    are two weights.
-    """
-    if not config.tie_embeddings or config.num_labels or HEAD not in tensors:
-        return config, tensors
-    embedding = embedding_name(config)
-    if embedding not in tensors:
-        return config, {**tensors, embedding: tensors[HEAD]}
-    if _are_equal(tensors[embedding], tensors[HEAD]):
-        return config, tensors
-    logger.warning(
-        "%s: config.json has tie_word_embeddings, but %s and %s differ; they are loaded as two weights. If that is "
-        "intended, set it to false",
-        *(folder, embedding, HEAD),
-    )
-    return replace(config, tie_embeddings=False), tensors
-
-
-def _are_equal(first: Tensor, second: Tensor) -> bool:
-    """Compares two tensors with only a few rows of them in memory at a time."""
-
-    def rows(tensor: Tensor, start: int) -> np.ndarray:
-        block = tensor.read((slice(start, min(start + COMPARED_ROWS, tensor.shape[0])), slice(None)))
-        tensor.close()
-        return block
-
-    if (
-        first.shape != second.shape
-        or len(first.shape) != 2
-        or any(each.dtype not in DTYPES for each in (first, second))
-    ):
-        return False
-    starts = range(0, first.shape[0], COMPARED_ROWS)
-    return all(np.array_equal(rows(first, start), rows(second, start)) for start in starts)
 
 
 def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized: set[str]) -> None:
@@ -310,16 +262,7 @@ def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized
     Raises:
         ValueError: A weight is missing, unknown, or of another shape or dtype.
     """
-    leaves = list(spec_leaves(config))
-    num_expected = len({spec.name for spec in leaves if not spec.is_stacked}) + sum(
-        spec.shape[0] for spec in leaves if spec.is_stacked
-    )
-    if num_expected > 2 * len(tensors) + 1000:  # too many to build their names
-        raise ValueError(
-            f"{folder}: config.json describes a model of {num_expected:,} tensors ({config.num_layers} layers), but "
-            f"its files contain {len(tensors):,}; they belong to different models"
-        )
-    specs = {name: spec for spec in leaves for name in spec.tensor_names}
+    specs = {name: spec for spec in spec_leaves(config) for name in spec.tensor_names}
     missing = [name for name in specs if name not in tensors]
     if missing:
         raise ValueError(f"{folder} lacks {len(missing)} weights of its config.json: {', '.join(missing[:4])} ...")
@@ -356,7 +299,7 @@ def make_weight_loader(
         quantized: Names of the weights that are in 4 bits already.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
-    quantize = None if weights == "same" else jax.jit(quantizer(weights), out_shardings=replicated)
+    quantize = None if weights == "same" else jax.jit(quantize_nf4, out_shardings=replicated)
 
     def load(spec: Spec, sharding: Any) -> Any:
         if spec.name in quantized:

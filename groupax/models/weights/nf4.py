@@ -1,8 +1,7 @@
 """4-bit NormalFloat quantization with double quantization (arXiv:2305.14314), in bitsandbytes' layout and files.
 
 64 consecutive numbers of a matrix share a scale, their largest magnitude. Each 256 scales are in turn quantized to
-8 bits, by a dynamic map with a scale of its own. That takes 0.516 bytes per number. qwix's "nf4" has no double
-quantization and takes a byte per number.
+8 bits, by a dynamic map with a scale of its own. That takes 0.516 bytes per number.
 """
 
 import json
@@ -13,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, UInt8
 from safetensors import SafetensorError
 
 from groupax.core.storage.model_json import is_number
@@ -140,11 +139,11 @@ def dequantize_nf4(weight: Nf4, dtype: Any) -> Float[Array, "O I"]:
     scales = jnp.asarray(scale_code())[weight.scales.astype(jnp.int32)] * of_scale + weight.offset
     codes = jnp.stack([weight.codes >> 4, weight.codes & 15], axis=-1).reshape(-1)
     codes = jnp.pad(codes, (0, num_blocks * BLOCK - codes.shape[0])).reshape(num_blocks, BLOCK)
-    numbers = code_numbers(codes) * scales[:, None]
+    numbers = _code_numbers(codes) * scales[:, None]
     return numbers.reshape(-1)[: rows * columns].reshape(rows, columns).astype(dtype)
 
 
-def code_numbers(codes: Int[Array, "N B"] | UInt8[Array, "N B"]) -> Float[Array, "N B"]:
+def _code_numbers(codes: UInt8[Array, "N B"]) -> Float[Array, "N B"]:
     """Returns CODE[codes] by selecting on the bits, which compilers vectorize; a table lookup becomes a loop."""
     numbers = [jnp.float32(number) for number in CODE]
     for bit in range(4):

@@ -147,50 +147,19 @@ def find_tensors(folder: Path) -> Tensors:
     """Returns the tensors of a model's folder, from the headers of its files.
 
     Raises:
-        ValueError: There are no safetensors files, one is missing, the index names a file outside of the folder, or the
-            index and the files disagree.
-    """
-    weight_map = _weight_map(folder)
-    files = {name: TensorFile(folder / name) for name in sorted(set(weight_map.values()))}
-    missing = [name for name, file in files.items() if not file.path.is_file()]
-    if missing:
-        raise ValueError(
-            f"{folder} is incomplete: {INDEX_NAME} names {list_names(missing)}, which is missing; download it again"
-        )
-    tensors: Tensors = {}
-    for file_name, file in files.items():
-        for name, tensor in file.tensors().items():
-            if name in tensors:
-                raise ValueError(
-                    f"{folder}: {short_repr(name)} is in both {tensors[name].path.name} and {file_name}; a tensor must "
-                    "be in one file"
-                )
-            tensors[name] = tensor
-    absent = [name for name, file in weight_map.items() if name not in tensors or tensors[name].path.name != file]
-    if absent:
-        raise ValueError(
-            f"{folder / INDEX_NAME} says that {short_repr(weight_map[absent[0]])} contains {short_repr(absent[0])}, "
-            "which it does not; the index and the files belong to different models"
-        )
-    return tensors
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Returns the names of all tensors, each with the name of its file.
-
-    Raises:
-        ValueError: There are no such files, or there are two whole sets of them.
+        ValueError: There are no safetensors files, one is missing, there are two whole sets of them, or the index names
+            a file outside of the folder.
     """
     shards = {path.name for path in folder.glob("model-*-of-*.safetensors")}
     if (folder / INDEX_NAME).is_file():
-        weight_map = _read_index(folder / INDEX_NAME)
-        if (folder / SINGLE_NAME).is_file() and SINGLE_NAME not in weight_map.values():
+        names = _files_of_index(folder / INDEX_NAME)
+        if (folder / SINGLE_NAME).is_file() and SINGLE_NAME not in names:
             raise ValueError(
                 f"{folder} has two sets of weights, {SINGLE_NAME} and the shards of {INDEX_NAME}, as a folder has that "
                 f"a model was saved to twice; delete {SINGLE_NAME}, or {INDEX_NAME} with its shards"
             )
     elif (folder / SINGLE_NAME).is_file():
-        weight_map = dict.fromkeys(TensorFile(folder / SINGLE_NAME).file.keys(), SINGLE_NAME)
+        names = {SINGLE_NAME}
     else:
         pickled = next(iter(folder.glob("*.bin")), None)
         if shards:
@@ -200,12 +169,20 @@ def _weight_map(folder: Path) -> dict[str, str]:
         else:
             reason = f"no {SINGLE_NAME}"
         raise ValueError(f"{folder} has no safetensors weights: {reason}")
-    if left := shards - set(weight_map.values()):
+    if left := shards - names:
         logger.warning("%s has the shards %s, which are not of its model and are not read", folder, list_names(left))
-    return weight_map
+    if missing := [name for name in sorted(names) if not (folder / name).is_file()]:
+        raise ValueError(
+            f"{folder} is incomplete: {INDEX_NAME} names {list_names(missing)}, which is missing; download it again"
+        )
+    tensors: Tensors = {}
+    for name in sorted(names):
+        tensors |= TensorFile(folder / name).tensors()
+    return tensors
 
 
-def _read_index(index: Path) -> dict[str, str]:
+def _files_of_index(index: Path) -> set[str]:
+    """Returns the files that an index names; what they contain is in their headers."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(
@@ -216,7 +193,7 @@ def _read_index(index: Path) -> dict[str, str]:
             raise ValueError(
                 f"{index} names {short_repr(name)}, which is not a safetensors file in its folder and is never opened"
             )
-    return weight_map
+    return set(weight_map.values())
 
 
 def check_finite(array: np.ndarray, name: str) -> None:

@@ -1,1 +1,1 @@
-"""Recipes of agents, with an embedded model that can write tool calls: a calculator, a guessing game and SQL."""
+"""The recipe of an agent, with an embedded model that can write tool calls."""

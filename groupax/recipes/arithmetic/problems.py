@@ -86,16 +86,6 @@ def solve(expression: str) -> str:
     return steps[-1].partition("=")[2] if steps else expression
 
 
-def worked_solution(expression: str) -> str:
-    """Returns a completion that gets the full reward.
-
-    Example:
-        >>> worked_solution("8*(2+5)-17")
-        '<think>2+5=7;8*7=56;56-17=39</think><answer>39</answer>'
-    """
-    return f"<think>{';'.join(worked_steps(expression))}</think><answer>{solve(expression)}</answer>"
-
-
 def _parse(expression: str) -> ast.expr:
     try:
         return ast.parse(expression, mode="eval").body

@@ -62,26 +62,6 @@ class Scene:
         """Number of the shapes that are asked for."""
         return str(sum(self.asked in (each.color, each.kind) for each in self.shapes))
 
-    @property
-    def worked_solution(self) -> str:
-        """A completion that gets the full reward: it goes through the cells first, and counts.
-
-        Example:
-            >>> shapes = (Shape(0, "red", "circle", 5, (0, 0)), Shape(4, "blue", "square", 6, (1, 0)))
-            >>> Scene(shapes, 255, "red").worked_solution
-            '<think>red=1 circle;;;;blue square;;;;</think><answer>1</answer>'
-        """
-        return f"<think>{self.description}</think><answer>{self.answer}</answer>"
-
-    @property
-    def description(self) -> str:
-        """The names of the shapes in all cells, in reading order, with a number after each word that was asked for."""
-        numbers, by_cell = itertools.count(1), {shape.cell: (shape.color, shape.kind) for shape in self.shapes}
-        cells = [by_cell.get(cell, ()) for cell in range(CELLS_PER_SIDE**2)]
-        return ";".join(
-            " ".join(f"{word}={next(numbers)}" if word == self.asked else word for word in words) for words in cells
-        )
-
 
 def generate(num: int, seed: int, split: Split = "train") -> list[dict[str, Any]]:
     """Returns rows with the columns `prompt`, a conversation, `image`, a PIL image, and `answer`.

@@ -1,70 +1,57 @@
 """An interpreter for untrusted code: it runs programs with the same variables and replies with what they have printed.
 
 Nothing in it is secret or trusted: a program may do with this process what it likes, and its replies are only texts.
-A frame is a length of 8 bytes, followed by JSON.
 """
 
 from __future__ import annotations
 
 import ast
 import io
+import os
 import sys
 
-from groupax.rewards.isolated.start import apply_limits, receive_frame, send_frame, take_over_streams
+from groupax.rewards.isolated.process import apply_limits, install_filter, receive_frame, send_frame, silence
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 NAME = "<python>"  # file of the programs in tracebacks
+MAX_OUTPUT_CHARS = 16 << 20
 
 
-class Output(io.TextIOBase):
-    """A stream that keeps the start and the end of what is written."""
-
-    def __init__(self, size: int) -> None:
-        self.half = size // 2
-        self.head = self.tail = ""
-        self.num_lost = 0
-
-    def writable(self) -> bool:
-        """Returns True."""
-        return True
+class Output(io.StringIO):
+    """A stream that drops what exceeds `MAX_OUTPUT_CHARS`, as an endless loop prints it."""
 
     def write(self, text: str, /) -> int:
         """Adds a text."""
-        room = self.half - len(self.head)
-        self.head += text[:room]
-        tail = self.tail + text[room:] if len(text) > room else self.tail
-        self.tail = tail[-self.half :]
-        self.num_lost += len(tail) - len(self.tail)
-        return len(text)
-
-    def text(self) -> str:
-        """Returns what was kept, with a note of what was not."""
-        note = f"\n[... {self.num_lost:,} characters left out ...]\n" if self.num_lost else ""
-        return self.head + note + self.tail
+        return super().write(text) if self.tell() < MAX_OUTPUT_CHARS else len(text)
 
 
-def main(order: dict[str, Any]) -> None:
+def main() -> None:
     """Serves programs until the trainer ends the process."""
     import random
 
-    reader, writer = take_over_streams()
+    order = receive_frame(0)
+    reader, writer = os.dup(0), os.dup(1)
+    silence(0, 1, 2)
     apply_limits(order)
+    install_filter(order)
     random.seed(order["seed"])
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
-    send_frame(writer, {"number": 0, "text": ""})  # it has started
+    send_frame(writer, "")  # it has started
     while True:
-        request = receive_frame(reader)
-        output = Output(order["output_chars"])
-        sys.stdout = sys.stderr = output
+        code = receive_frame(reader)
+        sys.stdout = sys.stderr = output = Output()
         try:
-            run(request["code"], module.__dict__)
+            run(code, module.__dict__)
         except BaseException as error:  # noqa: BLE001 - of the program
             output.write(description(error))
-        send_frame(writer, {"number": request["number"], "text": output.text()})
+        text, half = output.getvalue(), order["output_chars"] // 2
+        if len(text) > 2 * half:
+            text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
+        send_frame(writer, text)
 
 
 def run(code: str, namespace: dict[str, Any]) -> None:

@@ -76,14 +76,6 @@ def readable_checkpoints(store: Store, faults: dict[int, Fault]) -> Iterator[Sav
             yield saved
 
 
-def complete_identity(store: Store, num_steps: int) -> Identity | None:
-    """Returns the identity of the run whose newest readable checkpoint has all steps; None if it lacks some."""
-    if max(store.steps(), default=-1) < num_steps:  # so that only complete runs are checked for damage
-        return None
-    saved = next(readable_checkpoints(store, {}), None)
-    return saved.state["identity"] if saved is not None and saved.step >= num_steps else None
-
-
 def to_continue(resume: str, output: Store, scratch: Path, identity: Identity, emit: Emit) -> Saved | None:
     """Returns the checkpoint that a run continues; None if it starts from the beginning.
 
@@ -162,19 +154,7 @@ def _check(saved: Saved, identity: Identity, emit: Emit) -> None:
             "the same, or export the checkpoint (groupax checkpoints RUN_DIR export) and start a new run from it"
         )
     if found:
-        text = f"{saved.where} is continued with other settings:\n{describe(found)}"
-        emit(Message(text + _schedule_note(found, identity), warning=True))
-
-
-def _schedule_note(found: Mapping[str, tuple[Any, Any]], identity: Identity) -> str:
-    """Returns what another number of steps means for the learning rate; empty if nothing."""
-    kind = identity["settings"].get("lr_scheduler_type", "constant")
-    if "num_steps" not in found or kind == "constant":
-        return ""
-    return (
-        f"\nThe learning rate falls over all {found['num_steps'][1]} steps (lr_scheduler_type {kind!r}), so that it "
-        "continues from another value than it had; learning_rate sets the peak"
-    )
+        emit(Message(f"{saved.where} is continued with other settings:\n{describe(found)}", warning=True))
 
 
 def _unreadable(saved: Saved) -> str:

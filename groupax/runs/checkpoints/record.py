@@ -34,7 +34,6 @@ from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.choose import FORMAT
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
 from groupax.runs.rollout_log import BY_NAME, rollout_of, simple_column
-from groupax.training.adapters import AdapterLearners, PolicyLearner
 from groupax.training.learner import Learner
 from groupax.training.shapes import Shape
 from groupax.training.state import TrainState
@@ -55,7 +54,7 @@ AS_STORED = {
 
 def state_of(
     cursor: Cursor,
-    learner: PolicyLearner,
+    learner: Learner,
     experience: Experience | None,
     policies: Mapping[int, Policy],
     identity: Identity,
@@ -89,10 +88,8 @@ def state_of(
     }
 
 
-def _progress_of(learner: PolicyLearner) -> dict[str, Any]:
+def _progress_of(learner: Learner) -> dict[str, Any]:
     """Returns what a learner has adapted, apart from its arrays."""
-    if isinstance(learner, AdapterLearners):
-        return {"adapters": {name: _progress_of(each) for name, each in learner.each.items()}}
     return {
         "num_updates": learner.num_updates,
         "entropy": asdict(learner.entropy),
@@ -108,7 +105,7 @@ def stored_dtype(model: Model) -> str:
 
 
 def start_writing(
-    learner: PolicyLearner, policies: Mapping[int, Policy], with_optimizer: bool
+    learner: Learner, policies: Mapping[int, Policy], with_optimizer: bool
 ) -> Callable[[Path], Callable[[], None]]:
     """Returns a function that writes the run's arrays into a folder in the background (see `arrays.start_writing`).
 
@@ -123,10 +120,10 @@ def start_writing(
     return partial(arrays.start_writing, trees=trees)
 
 
-def restore_learner(learner: PolicyLearner, folder: Path, state: Mapping[str, Any]) -> None:
+def restore_learner(learner: Learner, folder: Path, state: Mapping[str, Any]) -> None:
     """Restores the saved state of a new learner on its own mesh, after freeing its arrays.
 
-    Raises a ValueError if the folder has other arrays, or the state other adapters.
+    Raises a ValueError if the folder has other arrays.
     """
     _restore_progress(learner, state)
     like = {name: arrays.abstract(tree) for name, tree in trees_of(learner, with_optimizer=True).items()}
@@ -139,22 +136,12 @@ def restore_learner(learner: PolicyLearner, folder: Path, state: Mapping[str, An
     learner.restore(TrainState(params, optimizer), reference)
 
 
-def _new_optimizer(learner: PolicyLearner, params: Any) -> Any:
+def _new_optimizer(learner: Learner, params: Any) -> Any:
     """Returns a fresh optimizer state for saved weights."""
-    if isinstance(learner, AdapterLearners):
-        return {name: _new_optimizer(each, params[name]) for name, each in learner.each.items()}
     return _scheduled(jax.jit(learner.optimizer.init)(params), learner.num_updates)
 
 
-def _restore_progress(learner: PolicyLearner, state: Mapping[str, Any]) -> None:
-    each = learner.each if isinstance(learner, AdapterLearners) else {}
-    saved = state.get("adapters", {})
-    if each.keys() != saved.keys():
-        raise ValueError(f"the saved state has the adapters {sorted(saved)}, this run has {sorted(each)}")
-    if isinstance(learner, AdapterLearners):
-        for name, own in each.items():
-            _restore_progress(own, saved[name])
-        return
+def _restore_progress(learner: Learner, state: Mapping[str, Any]) -> None:
     learner.num_updates = state["num_updates"]
     learner.entropy = EntropyState(**state["entropy"])
     if state["shapes_of"] == _shape_limits(learner):
@@ -165,13 +152,13 @@ def _restore_progress(learner: PolicyLearner, state: Mapping[str, Any]) -> None:
             learner.execution = replace(learner.execution, checkpointing=chosen)
 
 
-def restore_params(learner: PolicyLearner, folder: Path) -> None:
+def restore_params(learner: Learner, folder: Path) -> None:
     """Replaces a learner's weights by those of a checkpoint; the rest of its state stays as it is."""
     params = arrays.read(folder / PARAMS, arrays.abstract(learner.state.params))
     learner.restore(TrainState(params, learner.state.opt_state), None)
 
 
-def read_policies(folder: Path, state: Sequence[Mapping[str, int]], learner: PolicyLearner) -> dict[int, Policy]:
+def read_policies(folder: Path, state: Sequence[Mapping[str, int]], learner: Learner) -> dict[int, Policy]:
     """Returns the policies that sample the next rollouts by the rollout's number, given their entry of `state.json`."""
     if not state:
         return {}
@@ -265,7 +252,7 @@ def with_scores(
 
 
 def trees_of(
-    learner: PolicyLearner, with_optimizer: bool, policies: Mapping[int, Policy] = MappingProxyType({})
+    learner: Learner, with_optimizer: bool, policies: Mapping[int, Policy] = MappingProxyType({})
 ) -> dict[str, Any]:
     """Returns the arrays that a learner changes, and those of earlier policies, by the names of their folders."""
     trees: dict[str, Any] = {PARAMS: learner.state.params}

@@ -3,25 +3,22 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from groupax.core.config import GRPOConfig
 from groupax.core.errors import PreemptedError, RunError
 from groupax.core.settings.fields import nearest
-from groupax.core.settings.run import CheckpointSettings, RolloutLogSettings
+from groupax.core.settings.run import CheckpointSettings
 from groupax.core.storage.buckets import is_remote
 from groupax.episodes.record import remove_records
 from groupax.events import Message
 from groupax.parallel import processes
-from groupax.rollouts.pipeline import Policy
 from groupax.runs.checkpoints.choose import Saved, split_path, store_of, to_continue
-from groupax.runs.checkpoints.fingerprint import Identity, devices_of, digest, versions
+from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
 from groupax.runs.checkpoints.record import has_optimizer, restore_learner, start_writing, state_of, write_rollout
-from groupax.runs.checkpoints.states import StateKeeper
 from groupax.runs.checkpoints.store import STATE, LocalStore, RemoteStore, Store
 from groupax.runs.checkpoints.writer import CheckpointWriter, Snapshot
 from groupax.runs.log import RunLog
@@ -55,8 +52,6 @@ class RunSaver:
         self.more = more
         self.store: Store = RemoteStore(folder.remote, self.scratch) if folder.remote else store_in(folder.path)
         self.writer = CheckpointWriter(self.store, args.part(CheckpointSettings), log.emit, folder.sync)
-        budget = int(args.part(RolloutLogSettings).replay_state_gb * 1e9) if isinstance(args, GRPOConfig) else 0
-        self.states = StateKeeper(trainer, budget, self.store)
 
     def begin(self) -> Saved | None:
         """Restores the learner from the checkpoint that `resume` names, and prepares the run folder.
@@ -68,17 +63,16 @@ class RunSaver:
             lambda: to_continue(self.args.resume, self.store, self.scratch, self.identity, self.log.emit)
         )
         saved = saved and self._seen_by_all(saved)
-        config, identity = self.args.to_dict(), digest(self.identity)
+        config = self.args.to_dict()
         if saved is None:
-            self.folder.start(config, identity, afresh=self.args.resume != "auto")
-            self.states.begin(0)
+            self.folder.start(config)
             return None
         self._report(saved)
         restore_learner(self.trainer.learner, saved.folder, saved.state["learner"])
         num_bytes = saved.state["metrics_bytes"]
         is_another = saved.where != self.store.where(saved.step)  # a new run that starts where that one was
         if is_another or not processes.is_primary():
-            self.folder.start(config, identity)
+            self.folder.start(config)
             return saved
         metrics = self.folder.metrics(num_bytes)
         if len(metrics) < num_bytes:
@@ -88,16 +82,12 @@ class RunSaver:
             if step > saved.step:
                 self.log.emit(Message(f"{self.store.where(step)} is now {self.store.set_aside(step)}"))
         self.writer.last_step = saved.step
-        self.states.begin(saved.step)
         return saved
 
     def save_if_due(self) -> None:
         """Starts to write a checkpoint if one is due."""
         self.writer.look()
-        is_due = self.writer.due(self.trainer.cursor.step) or self._is_candidate_for_best()
-        if not is_due:
-            self.states.keep_if_due(self._state)
-        self.save_if(is_due)
+        self.save_if(self.writer.due(self.trainer.cursor.step) or self._is_candidate_for_best())
 
     def save_if(self, due: bool) -> None:
         """Starts to write a checkpoint if the primary process says that one is due."""
@@ -106,14 +96,20 @@ class RunSaver:
 
     def save(self) -> None:
         """Starts to write a checkpoint of the current state; the primary process writes it."""
-        cursor, experience = self.trainer.cursor, self.trainer.experience
-        policies = self.trainer.policies(cursor)
-        begin = start_writing(self.trainer.learner, policies, self.args.save_optimizer_state)
+        trainer, cursor, experience = self.trainer, self.trainer.cursor, self.trainer.experience
+        policies = trainer.policies(cursor)
+        begin = start_writing(trainer.learner, policies, self.args.save_optimizer_state)
         more = self.more()
         if not processes.is_primary():
             return
         self._report_unknown_metric(cursor.step)
-        state = self._state(policies)
+        state = {
+            **state_of(cursor, trainer.learner, experience, policies, self.identity, trainer.start_model),
+            "log": self.log.state(),
+            "metrics": self.log.last | (self.log.evaluated if cursor.evaluated_step == cursor.step else {}),
+            "metrics_bytes": self.folder.num_metrics_bytes,
+            "origin": self.origin,
+        }
 
         def begin_with_metrics(folder: Path) -> Callable[[], None]:
             self.folder.settle()
@@ -128,17 +124,6 @@ class RunSaver:
         write_more = partial(write_rollout, experience) if experience is not None else lambda _: None
         self.writer.save(Snapshot(cursor.step, text, begin_with_metrics, write_more, published))
 
-    def _state(self, policies: Mapping[int, Policy]) -> Mapping[str, Any]:
-        """Returns the content of `state.json`."""
-        trainer, cursor = self.trainer, self.trainer.cursor
-        return {
-            **state_of(cursor, trainer.learner, trainer.experience, policies, self.identity, trainer.start_model),
-            "log": self.log.state(),
-            "metrics": self.log.last | (self.log.evaluated if cursor.evaluated_step == cursor.step else {}),
-            "metrics_bytes": self.folder.num_metrics_bytes,
-            "origin": self.origin,
-        }
-
     def save_and_wait(self) -> bool:
         """Writes a checkpoint of the current state, and returns whether there is one."""
         step = self.trainer.cursor.step
@@ -150,7 +135,6 @@ class RunSaver:
 
     def stop(self, reason: str) -> None:
         """Saves the state of a run that was asked to stop, and raises a PreemptedError."""
-        self.trainer.settle()
         step = self.trainer.cursor.step
         if not step:
             message = (
@@ -171,7 +155,6 @@ class RunSaver:
 
     def fail(self, is_whole: Callable[[], bool]) -> None:
         """Saves the state of a run that cannot continue, if it is whole; otherwise the newest checkpoint must do."""
-        self.trainer.settle()
         if self.trainer.cursor.step and is_whole() and not self.folder.is_incomplete:
             self.save_and_wait()
         self.writer.wait()
@@ -182,8 +165,6 @@ class RunSaver:
 
     def end(self) -> None:
         """Saves the state after the last step, from which a longer run can continue; a RunError says that it failed."""
-        self.trainer.settle()
-        self.states.end()
         self.writer.wait()
         if self.args.do_last_save and not self.save_and_wait():
             raise RunError(f"the last checkpoint could not be written to {self.store.where(self.trainer.cursor.step)}")

@@ -49,11 +49,6 @@ class CheckpointWriter:
         self._due_s: float | None = None
         self._set_timer()
 
-    @property
-    def is_writing(self) -> bool:
-        """True while a checkpoint is being written."""
-        return self._thread is not None and self._thread.is_alive()
-
     def due(self, step: int) -> bool:
         """Returns whether a checkpoint is due at this step."""
         every, by_time = self.settings.save_steps, self._due_s is not None and time.monotonic() >= self._due_s

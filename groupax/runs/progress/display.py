@@ -2,7 +2,6 @@
 
 import logging
 import statistics
-import textwrap
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -35,7 +34,6 @@ OF_SUPERVISED = ("loss",)  # not shown where there are rewards
 COMPILE_FRAC = 0.1  # a step that spends more of its time compiling is not representative of later ones
 ETA_STEPS = 30
 RESULT_CHARACTERS = 60  # of a call's result
-MIN_FACT_COLUMNS = 20  # of a fact that continues on another line
 
 
 class Progress:
@@ -159,19 +157,10 @@ class TimeLeft:
         return statistics.median(self._step_s) * num_steps if self._step_s else None
 
 
-def fact_lines(facts: Mapping[str, str], columns: int | None = None) -> str:
-    """Returns the facts as lines with aligned labels, which continue on an indented line beyond a width, if any.
-
-    Commands and names, which may be copied, stay whole.
-    """
+def fact_lines(facts: Mapping[str, str]) -> str:
+    """Returns the facts as lines with aligned labels."""
     indent = max(map(len, facts), default=0) + 2
-    texts = {label: printable(fact) for label, fact in facts.items()}
-    if columns is not None and columns - indent >= MIN_FACT_COLUMNS:
-        space = " " * indent
-        wrapper = textwrap.TextWrapper(columns, space, space, break_long_words=False, break_on_hyphens=False)
-        wrapped = {label: wrapper.fill(text).lstrip() for label, text in texts.items()}
-        texts = {label: text if text.startswith("groupax ") else wrapped[label] for label, text in texts.items()}
-    return "\n".join(f"{label:{indent}}{text}" for label, text in texts.items())
+    return "\n".join(f"{label:{indent}}{printable(text)}" for label, text in facts.items())
 
 
 def short_number(value: float) -> str:
@@ -195,17 +184,6 @@ def _losses(metrics: Metrics) -> str:
     return ", ".join(f"{name} {short_number(value)}" for name, value in losses.items())
 
 
-def result_html(num_steps: int, seconds: float, metrics: Metrics, more: Mapping[str, str]) -> str:
-    """Returns the result of a training for a notebook: the main metrics of its last step, and all of them folded."""
-    from groupax.core.terminal.tables import details_html, facts_html
-
-    shown = {label: metrics[name] for name, label in shown_metrics(metrics).items()}
-    main = {label: short_number(value) for label, value in shown.items() if value is not None}
-    facts = {"steps": f"{num_steps:,}", "time": clock(seconds), **more, **main}
-    every = facts_html({name: "-" if value is None else f"{value:.6g}" for name, value in metrics.items()})
-    return facts_html(facts, "Training") + details_html("all metrics of the last step", every)
-
-
 def sample_text(rollout: Rollout) -> str:
     """Returns a completion's text; of an episode what the model said in its turns, its calls, and why it ended."""
     if not rollout.has_turns:
@@ -219,8 +197,10 @@ def sample_text(rollout: Rollout) -> str:
     return "\n".join([*lines, f"({rollout.finish_reason})"])
 
 
-def sparkline(values: Sequence[float]) -> str:
-    """Returns the values as a row of block characters, lowest to highest."""
+def sparkline(values: Sequence[float], width: int | None = None) -> str:
+    """Returns the values as a row of block characters, lowest to highest; at most `width` of them, evenly spread."""
+    if width is not None and len(values) > width:
+        values = [values[round(index * (len(values) - 1) / (width - 1))] for index in range(width)]
     finite = [value for value in values if value == value]
     if not finite:
         return ""

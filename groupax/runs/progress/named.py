@@ -1,4 +1,4 @@
-"""The displays that `progress_bar` names: a live panel, a tqdm bar, JSON lines. Imports no jax."""
+"""The displays that `progress_bar` names: a live panel, JSON lines. Imports no jax."""
 
 import contextlib
 import json
@@ -93,41 +93,6 @@ class JsonLines(Progress):
         _print_json({"warning" if warning else "message": text})
 
 
-class Tqdm(Progress):
-    """A tqdm bar."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bar: Any = None
-
-    def _open(self) -> None:
-        from tqdm import tqdm
-
-        self.bar = tqdm(total=self.num_steps or None, initial=self.step_shown, unit="step")
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
-
-    def _describe(self, facts: Mapping[str, str]) -> None:
-        self.bar.total = self.num_steps
-        self._message(fact_lines(facts), warning=False)
-
-    def _phase(self, phase: PhaseStarted) -> None:
-        if self.bar is not None:
-            self.bar.set_description(phase.name, refresh=not self._is_between_steps)
-
-    def _step(self, metrics: Metrics) -> None:
-        self.bar.set_postfix({label: short_number(metrics[name]) for name, label in shown_metrics(metrics).items()})
-        self.bar.update(self.step_shown - self.bar.n)
-
-    def _message(self, text: str, warning: bool) -> None:
-        from tqdm import tqdm
-
-        tqdm.write(printable(f"warning: {text}" if warning else text))
-
-
 class Rich(Progress):
     """A live panel on a terminal: bar, metrics, time left, phase, a sample group. Elsewhere it prints lines."""
 
@@ -178,7 +143,7 @@ class Rich(Progress):
             self._print_line()
 
     def _describe(self, facts: Mapping[str, str]) -> None:
-        self._message(fact_lines(facts, self.console.width if self.is_live else None), warning=False)
+        self._message(fact_lines(facts), warning=False)
 
     def _phase(self, phase: PhaseStarted) -> None:
         self.current = Phase(phase.name, time.monotonic(), phase.total)
@@ -268,7 +233,7 @@ class Rich(Progress):
 
 
 class _Above(FileProxy):
-    """A standard stream that is printed above the panel, line by line; rich would print parts of lines as lines."""
+    """A standard stream that is printed above the panel, line by line; rich would read parts of lines as markup."""
 
     _is_within_line = False
 
@@ -341,7 +306,7 @@ def sample_panel(group: Sequence[Rollout], limit: int = SAMPLE_CHARACTERS) -> An
 
 
 # By `GRPOConfig.progress_bar`.
-PROGRESS_BARS: dict[str, type[Progress]] = {"rich": Rich, "tqdm": Tqdm, "json": JsonLines, "none": Progress}
+PROGRESS_BARS: dict[str, type[Progress]] = {"rich": Rich, "json": JsonLines, "none": Progress}
 
 
 def progress_named(name: str) -> Progress:

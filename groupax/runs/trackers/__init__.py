@@ -1,1 +1,1 @@
-"""Services that record a run: Weights & Biases, TensorBoard, Trackio, JSON lines. Imports no jax."""
+"""Services that record a run: Weights & Biases, TensorBoard, Trackio. Imports no jax."""

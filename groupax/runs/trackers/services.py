@@ -4,8 +4,6 @@
   the run folder, which `wandb sync` uploads.
 * tensorboard: event files in `tensorboard/` of the run folder, by tensorboardX. The format stores scalars as float32.
 * trackio: a local database in TRACKIO_DIR, which `trackio show` shows.
-* jsonl: `tracked.jsonl` of the run folder with everything that trackers receive. Each line has `step` and `kind`, which
-  is "run", "metrics", "samples", "histograms" or "diagnostic".
 """
 
 import html
@@ -14,14 +12,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from groupax.core.terminal.printable import printable
 from groupax.core.terminal.tables import table_html
 from groupax.core.types import Metrics
 from groupax.runs.diagnostics import Severity, severity_of
-from groupax.runs.folder import TRACKED
-from groupax.runs.trackers.tracker import Sample, TrackedRun, Tracker
+from groupax.runs.trackers.tracker import TrackedRun, Tracker
 
 LEVELS: dict[Severity, str] = {"error": "error", "warning": "warn", "note": "info"}  # trackio's levels of alerts
 
@@ -61,11 +56,8 @@ class WandbTracker(Tracker):
     def metrics(self, step: int, metrics: Metrics) -> None:
         self.run.log({**metrics, "step": step})
 
-    def samples(self, samples: Sequence[Sample]) -> None:
-        self.run.log({"samples": self.wandb.Table(**_columns(samples)), "step": samples[0].step})
-
-    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        self.run.log({**{name: self.wandb.Histogram(each.tolist()) for name, each in values.items()}, "step": step})
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        self.run.log({"samples": self.wandb.Table(**_columns(samples)), "step": step})
 
     def diagnostic(self, step: int, name: str, text: str) -> None:
         del step
@@ -94,13 +86,9 @@ class TensorBoardTracker(Tracker):
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
 
-    def samples(self, samples: Sequence[Sample]) -> None:
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         table = _columns(samples)
-        self.writer.add_text("samples", table_html(table["data"], table["columns"]), samples[0].step)
-
-    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        for name, each in values.items():
-            self.writer.add_histogram(name, each, step)
+        self.writer.add_text("samples", table_html(table["data"], table["columns"]), step)
 
     def diagnostic(self, step: int, name: str, text: str) -> None:
         self.writer.add_text(f"diagnostics/{name}", html.escape(text), step)
@@ -120,11 +108,8 @@ class TrackioTracker(Tracker):
     def metrics(self, step: int, metrics: Metrics) -> None:
         self.run.log(metrics, step=step)
 
-    def samples(self, samples: Sequence[Sample]) -> None:
-        self.run.log({"samples": self.trackio.Table(**_columns(samples))}, step=samples[0].step)
-
-    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        self.run.log({name: self.trackio.Histogram(each) for name, each in values.items()}, step=step)
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        self.run.log({"samples": self.trackio.Table(**_columns(samples))}, step=step)
 
     def diagnostic(self, step: int, name: str, text: str) -> None:
         level = self.trackio.AlertLevel(LEVELS[severity_of(name)])
@@ -134,36 +119,6 @@ class TrackioTracker(Tracker):
         self.run.finish()
 
 
-class JsonLinesTracker(Tracker):
-    """Appends to the file, after removing the lines of steps that will be repeated."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        self.path = run.folder / TRACKED
-        kept = []
-        if self.path.exists():
-            lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= run.first_step]
-        self.path.write_text("".join(kept), encoding="utf-8")
-        self._write("run", run.first_step, id=run.id, name=run.name, project=run.project, config=dict(run.config))
-
-    def metrics(self, step: int, metrics: Metrics) -> None:
-        self._write("metrics", step, metrics=metrics)
-
-    def samples(self, samples: Sequence[Sample]) -> None:
-        self._write("samples", samples[0].step, samples=[sample.row for sample in samples])
-
-    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        self._write("histograms", step, values={name: each.tolist() for name, each in values.items()})
-
-    def diagnostic(self, step: int, name: str, text: str) -> None:
-        self._write("diagnostic", step, name=name, text=text)
-
-    def _write(self, kind: str, step: int, **content: Any) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, "step": step, **content}) + "\n")
-
-
-def _columns(samples: Sequence[Sample]) -> dict[str, Any]:
+def _columns(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the names of the columns and the rows of a table of samples."""
-    rows = [sample.row for sample in samples]
-    return {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
+    return {"columns": list(samples[0]), "data": [list(row.values()) for row in samples]}

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from groupax.core.settings.references import import_attribute
 from groupax.core.types import Metrics, Rollout
 from groupax.runs.rollout_log import beginning, prompt_text, valid_text
@@ -20,7 +18,6 @@ BUILT_IN = {
     "wandb": "groupax.runs.trackers.services:WandbTracker",
     "tensorboard": "groupax.runs.trackers.services:TensorBoardTracker",
     "trackio": "groupax.runs.trackers.services:TrackioTracker",
-    "jsonl": "groupax.runs.trackers.services:JsonLinesTracker",
 }
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio"}
 
@@ -46,25 +43,6 @@ class TrackedRun:
     first_step: int
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A completion for a table; `rewards` by function."""
-
-    step: int
-    prompt: str
-    completion: str
-    advantage: float
-    finish_reason: str
-    rewards: Mapping[str, float | None]
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """Returns the cells of the row by column."""
-        own: dict[str, Any] = {"step": self.step, "prompt": self.prompt, "completion": self.completion}
-        rewards = {f"rewards/{name}": value for name, value in self.rewards.items()}
-        return own | rewards | {"advantage": self.advantage, "finish_reason": self.finish_reason}
-
-
 class Tracker:
     """A service that records a run; a subclass overrides what it records.
 
@@ -81,11 +59,8 @@ class Tracker:
     def metrics(self, step: int, metrics: Metrics) -> None:
         """Records a line of metrics, of training or of an evaluation (`eval_...`); all numbers are finite."""
 
-    def samples(self, samples: Sequence[Sample]) -> None:
-        """Records completions of a step."""
-
-    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        """Records distributions by name, [N] each."""
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Records completions of a step, each by the columns of a table."""
 
     def diagnostic(self, step: int, name: str, text: str) -> None:
         """Records that something is wrong (see `groupax.runs.diagnostics`)."""
@@ -125,17 +100,17 @@ def is_installed(name: str) -> bool:
     return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
 
 
-def samples_of(step: int, rollouts: Sequence[Rollout], num_samples: int) -> list[Sample]:
-    """Returns the first completions of a rollout, with long texts cut."""
+def samples_of(step: int, rollouts: Sequence[Rollout], num_samples: int) -> list[dict[str, Any]]:
+    """Returns the first completions of a rollout as rows of a table, with long texts cut."""
     return [
-        Sample(
-            step,
-            beginning(prompt_text(row.prompt), SAMPLE_CHARACTERS),
-            beginning(valid_text(row.text), SAMPLE_CHARACTERS),
-            row.advantage,
-            row.finish_reason,
-            dict(row.rewards),
-        )
+        {
+            "step": step,
+            "prompt": beginning(prompt_text(row.prompt), SAMPLE_CHARACTERS),
+            "completion": beginning(valid_text(row.text), SAMPLE_CHARACTERS),
+            **{f"rewards/{name}": value for name, value in row.rewards.items()},
+            "advantage": row.advantage,
+            "finish_reason": row.finish_reason,
+        }
         for row in rollouts[:num_samples]
     ]
 

@@ -20,14 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from groupax.core.errors import InfrastructureError, RunError, require
+from groupax.core.errors import InfrastructureError, require
 from groupax.core.terminal.printable import error_line, one_line, printable, short_repr
 from groupax.tools.runner import start_loop
 from groupax.tools.tool import Tool
 
 logger = logging.getLogger(__name__)
 GRACE_S = 5.0
-PAUSE_S = 0.5  # between attempts to connect
 MOST_PAGES = 100
 LOGGERS = ("mcp.client.stdio", "mcp.client.streamable_http", "mcp.shared.tool_name_validation", "client", "root")
 REFUSED = (-32601, -32602)  # JSON-RPC: an unknown method, or invalid arguments
@@ -49,7 +48,6 @@ class McpServer:
         command: Command of a server that is started; empty for one that has a URL.
         environment: Variables of its environment, in addition to those that the protocol's library passes.
         connect_timeout_s: Time in which a session must begin.
-        num_retries: Number of further attempts to begin it.
         call_timeout_s: Time limit of a call in a session that has begun; None for none.
     """
 
@@ -57,7 +55,6 @@ class McpServer:
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     connect_timeout_s: float = 10.0
-    num_retries: int = 2
     call_timeout_s: int | float | None = None
 
     @property
@@ -65,7 +62,7 @@ class McpServer:
         """Time limit of a call that begins its session."""
         if self.call_timeout_s is None:
             return None
-        return self.call_timeout_s + (self.num_retries + 1) * (self.connect_timeout_s + PAUSE_S) + GRACE_S
+        return self.call_timeout_s + self.connect_timeout_s + GRACE_S
 
 
 def mcp(
@@ -75,12 +72,11 @@ def mcp(
     stateful: bool = False,
     timeout_s: int | float | None = None,
     connect_timeout_s: int | float = 10.0,
-    retries: int = 2,
     environment: Mapping[str, str] | None = None,
 ) -> list[Tool]:
     """Returns the tools of an MCP server, for `GRPOTrainer(tools=mcp("stdio:python server.py"))`.
 
-    The server is asked for them at once. If it describes them otherwise later, the run ends.
+    The server is asked for them at once.
 
     Args:
         address: stdio: and a command, or the URL of a server that speaks streamable HTTP.
@@ -88,7 +84,6 @@ def mcp(
         stateful: Whether each episode has a session of its own, which a command's server is started for.
         timeout_s: Time limit of a call; None for `tool_timeout_s` of the run.
         connect_timeout_s: Time in which a session must begin.
-        retries: Number of further attempts to begin one.
         environment: Variables of the environment of a server that is started.
 
     Raises:
@@ -102,8 +97,7 @@ def mcp(
     for name, value in (("connect_timeout_s", connect_timeout_s), ("timeout_s", 1 if timeout_s is None else timeout_s)):
         if not value > 0:
             raise ValueError(f"mcp takes a positive {name}, got {value}")
-    limits = float(connect_timeout_s), retries, timeout_s
-    server = McpServer(address, _command(address), dict(environment or {}), *limits)
+    server = McpServer(address, _command(address), dict(environment or {}), float(connect_timeout_s), timeout_s)
     with ThreadPoolExecutor(1) as pool:  # this thread may have an event loop
         listed = pool.submit(asyncio.run, _list(server)).result()
     unknown = sorted(set(only or ()) - listed.keys())
@@ -114,32 +108,37 @@ def mcp(
     if stateful:
 
         def create(_seed: int) -> McpSession:  # a lost one is not begun again, since its state is lost
-            return McpSession(server, listed)
+            return McpSession(server)
 
         return [
             Tool(name, partial(_call_own, name), listed[name], True, False, limit_s, takes_owner=True, open=create)
             for name in names
         ]
-    shared = SharedSession(server, listed)
+    shared = SharedSession(server)
     return [Tool(name, partial(shared.call, name), listed[name], True, True, limit_s) for name in names]
 
 
 class McpSession:
     """A session with a server, which begins with the first call."""
 
-    def __init__(self, server: McpServer, pinned: Schemas | None) -> None:
-        self._server, self._pinned = server, pinned
+    def __init__(self, server: McpServer) -> None:
+        self._server = server
         self._holder: asyncio.Task[None] | None = None
-        self._begun: asyncio.Future[tuple[Any, Schemas]] | None = None
+        self._begun: asyncio.Future[Any] | None = None
         self._closing = asyncio.Event()
 
     async def schemas(self) -> Schemas:
         """Returns the schemas of the server's tools by name, in the order of the names."""
-        return (await self._session())[1]
+        session = await self._session()
+        try:
+            async with asyncio.timeout(self._server.connect_timeout_s):
+                return await _schemas(self._server, session)
+        except Exception as error:
+            raise _failure(self._server, error) from error
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Returns the result of a tool: the texts of its parts, joined by line ends."""
-        session, _ = await self._session()
+        session = await self._session()
         assert self._holder is not None, "it holds the session"
         calling = asyncio.ensure_future(session.call_tool(name, dict(arguments)))
         try:
@@ -173,43 +172,33 @@ class McpSession:
             with contextlib.suppress(Exception):
                 await self._holder
 
-    async def _session(self) -> tuple[Any, Schemas]:
+    async def _session(self) -> Any:
         if self._begun is None:
             self._begun = asyncio.get_running_loop().create_future()
             self._holder = asyncio.create_task(self._hold(self._begun))
         return await asyncio.shield(self._begun)
 
-    async def _hold(self, begun: "asyncio.Future[tuple[Any, Schemas]]") -> None:
+    async def _hold(self, begun: "asyncio.Future[Any]") -> None:
         """Begins the session and keeps it until it is closed; all in one task, as its contexts demand."""
         import mcp.client.stdio
         import mcp.client.streamable_http  # noqa: F401 - seconds, which are not the server's
 
-        for attempt in range(self._server.num_retries + 1):
-            try:
-                async with AsyncExitStack() as stack:
-                    async with asyncio.timeout(self._server.connect_timeout_s):
-                        session = await stack.enter_async_context(_connected(self._server))
-                        found = await _schemas(self._server, session)
-                    if self._pinned is not None and found != self._pinned:
-                        begun.set_exception(RunError(_changes(self._server, self._pinned, found)))
-                        return
-                    begun.set_result((session, found))
-                    await self._closing.wait()
-                    return
-            except Exception as error:  # noqa: BLE001 - of a server
-                if begun.done():
-                    return  # while it was closed, or since the server has ended
-                if attempt == self._server.num_retries or isinstance(error, ValueError):
-                    begun.set_exception(_failure(self._server, error))
-                    return
-            await asyncio.sleep(PAUSE_S)
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(self._server.connect_timeout_s):
+                    session = await stack.enter_async_context(_connected(self._server))
+                begun.set_result(session)
+                await self._closing.wait()
+        except Exception as error:  # noqa: BLE001 - of a server
+            if not begun.done():  # else it was closed, or the server has ended
+                begun.set_exception(_failure(self._server, error))
 
 
 class SharedSession:
     """The session that the calls of all episodes use, in an event loop of its own. A lost one is begun again."""
 
-    def __init__(self, server: McpServer, pinned: Schemas) -> None:
-        self._server, self._pinned = server, pinned
+    def __init__(self, server: McpServer) -> None:
+        self._server = server
         self._sessions: list[McpSession] = []  # the latest one
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -222,7 +211,7 @@ class SharedSession:
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
         if not self._sessions or self._sessions[0].has_ended:
-            self._sessions[:] = [McpSession(self._server, self._pinned)]
+            self._sessions[:] = [McpSession(self._server)]
         return await self._sessions[0].call(name, arguments)
 
 
@@ -254,7 +243,7 @@ def _command(address: str) -> tuple[str, ...]:
 
 
 async def _list(server: McpServer) -> Schemas:
-    session = McpSession(server, None)
+    session = McpSession(server)
     try:
         return await session.schemas()
     finally:
@@ -318,14 +307,6 @@ def _text_of(result: Any) -> str:
     if found.get("isError"):
         raise ToolError(text or "the tool failed")
     return text
-
-
-def _changes(server: McpServer, pinned: Schemas, found: Schemas) -> str:
-    changed = sorted(name for name in {*pinned, *found} if pinned.get(name) != found.get(name))
-    return (
-        f"{server.address} describes other tools than at the start of the run: {', '.join(changed)} changed; the "
-        "prompts of a run must describe the same tools, so start the run again"
-    )
 
 
 def _failure(server: McpServer, error: BaseException) -> Exception:

@@ -32,7 +32,6 @@ def program(
     timeout_s: int | float = 600.0,
     max_concurrent: int | None = None,
     error_reward: int | float | None = None,
-    branches: str = "all",
     env: Mapping[str, str] | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -52,7 +51,6 @@ def program(
         max_concurrent: Most runs at the same time in each process; None for no limit.
         error_reward: Reward of a run that raises. None leaves its episode out of the comparison and of the loss after
             `environment_retries` attempts, as where an environment fails.
-        branches: Whether all streams of tokens of a run are trained, or only that with the most turns.
         env: Further variables for the environment of a command.
         host: Address of this machine at which the model is asked; "0.0.0.0" for programs that ask from elsewhere.
         port: Its port, of which each further process of the run takes the next one; 0 for a free one.
@@ -75,8 +73,6 @@ def program(
         raise ValueError(f"timeout_s must be positive, got {timeout_s}")
     if max_concurrent is not None and max_concurrent < 1:
         raise ValueError(f"max_concurrent must be at least 1, got {max_concurrent}")
-    if branches not in ("all", "longest"):
-        raise ValueError(f"branches must be 'all' or 'longest', got {branches!r}")
     _check_listening(host, port, public_url)
     is_command = not callable(run)
     scores = ("exit", "stdout") if is_command else ("return",)
@@ -103,7 +99,6 @@ def program(
         timeout_s=timeout_s,
         max_concurrent=max_concurrent,
         error_reward=error_reward,
-        has_branches=branches == "all",
         listening=Listening(host, port, public_url),
     )
 

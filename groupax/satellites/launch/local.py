@@ -11,21 +11,90 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from groupax.core.errors import PREEMPTED
 from groupax.parallel.preemption import leave_closed_terminal, stop_signals
 from groupax.satellites.launch import child
-from groupax.satellites.launch.program import Outcome, free_port, process_environment
+from groupax.satellites.launch.program import free_port, process_environment
 
 MISTAKE = 2  # exit status of groupax and of Python's argument parsers for a mistake of the user
 LOOK_S = 0.05
 DRAIN_S = 2.0  # for the last lines of ended processes
 MAX_LINE_BYTES = 1 << 16  # longer lines of output are cut
+MAX_WAIT_S = 60.0  # longest pause before a restart
 
 _writing = threading.Lock()
+
+
+Ending = Literal["done", "stopped", "mistake", "failed", "preempted"]
+# done        all processes finished
+# stopped     a stop was requested
+# mistake     of the user, which would be repeated
+# failed      a process failed or was killed
+# preempted   a process saved its state to be started again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retries:
+    """A budget of restarts."""
+
+    restarts: int = 3
+    """Maximum number of restarts after a process failed."""
+    preemptions: int = 1000
+    """Maximum number of restarts after one saved its state to be started again (status 75)."""
+    backoff_s: float = 1.0
+    """Seconds before the first restart; doubled with each restart, up to a minute."""
+    grace_s: float = 60.0
+    """Seconds that the other processes have to stop after one has failed, before they are killed."""
+
+    def __post_init__(self) -> None:
+        for name in ("restarts", "preemptions", "backoff_s", "grace_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of an attempt."""
+
+    ending: Ending  # kind of end
+    why: str  # description of what happened
+    status: int  # exit status of the launcher
+
+
+def run_with_retries(
+    attempt: Callable[[], Outcome],
+    retries: Retries,
+    log: Callable[[str], None],
+    pause: Callable[[float], bool],
+) -> Outcome:
+    """Repeats an attempt while its outcome calls for it and the budget allows; returns the last outcome.
+
+    Args:
+        attempt: Starts the program and waits for its end.
+        retries: The budget.
+        log: Receives a line for each restart, and one when the budget is spent.
+        pause: Waits for a number of seconds; returns False if a stop was requested meanwhile.
+    """
+    used = {"failed": 0, "preempted": 0}
+    budget = {"failed": retries.restarts, "preempted": retries.preemptions}
+    while True:
+        outcome = attempt()
+        kind = outcome.ending
+        if kind not in used:
+            return outcome
+        if used[kind] >= budget[kind]:
+            log(f"{outcome.why}; not restarted again after {budget[kind]} restarts" if budget[kind] else outcome.why)
+            return outcome
+        wait_s = min(retries.backoff_s * 2.0 ** min(sum(used.values()), 60), MAX_WAIT_S)
+        used[kind] += 1
+        log(f"{outcome.why}; restarting in {wait_s:g} s ({used[kind]} of at most {budget[kind]} times)")
+        if not pause(wait_s):
+            return Outcome("stopped", "a stop was requested during the pause before a restart", outcome.status)
 
 
 class Stop:
@@ -61,44 +130,32 @@ class Stop:
         self._requested.set()
 
 
-def attempt(
-    command: Sequence[str],
-    environments: Sequence[Mapping[str, str]],
-    prefixes: Sequence[str],
-    stop: Stop,
-    grace_s: float,
-) -> Outcome[int]:
-    """Starts a process for each environment and waits for all; the outcome's value is an exit status.
+def local_attempt(command: Sequence[str], num_processes: int, stop: Stop, grace_s: float) -> Outcome:
+    """Runs a command as several processes, which find each other on a free port of this machine, and waits for all.
 
     Children that the processes leave behind are killed.
 
     Args:
         command: The program and its arguments.
-        environments: Variables of each process, in addition to this one's.
-        prefixes: Prefix of each process's output lines.
+        num_processes: Number of processes; lines of each start with its index.
         stop: Requests to stop, which are passed on.
         grace_s: Time between SIGTERM and SIGKILL.
     """
+    coordinator = f"127.0.0.1:{free_port('127.0.0.1')}"
+    width = len(str(num_processes - 1))
     readers = []
     with contextlib.ExitStack() as running:
+        environments = [process_environment(index, num_processes, coordinator) for index in range(num_processes)]
         processes = [running.enter_context(_started(command, each)) for each in environments]
-        for process, prefix in zip(processes, prefixes, strict=True):
+        for index, process in enumerate(processes):
             assert process.stdout, "a pipe"
             assert process.stderr, "a pipe"
+            prefix = f"[{index:{width}}] "
             readers += [copy_lines(process.stdout, sys.stdout, prefix), copy_lines(process.stderr, sys.stderr, prefix)]
         first = _watch(processes, stop, grace_s)
     for reader in readers:
         reader.join(DRAIN_S)
     return _outcome([process.returncode for process in processes], first, stop)
-
-
-def local_attempt(command: Sequence[str], num_processes: int, stop: Stop, grace_s: float) -> Outcome[int]:
-    """Runs `attempt` with several processes, which find each other on a free port of this machine."""
-    coordinator = f"127.0.0.1:{free_port('127.0.0.1')}"
-    environments = [process_environment(process, num_processes, coordinator) for process in range(num_processes)]
-    width = len(str(num_processes - 1))
-    prefixes = [f"[{process:{width}}] " for process in range(num_processes)]
-    return attempt(command, environments, prefixes, stop, grace_s)
 
 
 @contextlib.contextmanager
@@ -152,7 +209,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _outcome(codes: Sequence[int], first: int | None, stop: Stop) -> Outcome[int]:
+def _outcome(codes: Sequence[int], first: int | None, stop: Stop) -> Outcome:
     if stop.signals:
         name = signal.Signals(stop.signals[0]).name
         if PREEMPTED in codes:

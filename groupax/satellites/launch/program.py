@@ -1,12 +1,10 @@
-"""A program that is started as several processes: its argv, its environment, and when it is started again."""
+"""A program that is started as several processes: its argv and its environment."""
 
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
 
 from groupax.core.settings import environment as env
 from groupax.core.settings.fields import nearest
@@ -71,79 +69,3 @@ def free_port(host: str = "") -> int:
     with socket.socket() as bound:
         bound.bind((host, 0))
         return bound.getsockname()[1]
-
-
-Ending = Literal["done", "stopped", "mistake", "failed", "preempted"]
-# done        all processes finished
-# stopped     a stop was requested
-# mistake     of the user, which would be repeated
-# failed      a process failed or was killed
-# preempted   a process saved its state to be started again, or its machine was lost
-
-Value = TypeVar("Value")
-
-
-MAX_WAIT_S = 60.0  # longest pause before a restart
-
-
-@dataclass(frozen=True, kw_only=True)
-class Retries:
-    """A budget of restarts, and command-line options of the launchers that have one."""
-
-    restarts: int = 3
-    """Maximum number of restarts after a process or host failed."""
-    preemptions: int = 1000
-    """Maximum number of restarts after one saved its state to be started again (status 75), or its host was lost."""
-    backoff_s: float = 1.0
-    """Seconds before the first restart; doubled with each restart, up to a minute."""
-    grace_s: float = 60.0
-    """Seconds that the other processes have to stop after one has failed, before they are killed."""
-
-    def __post_init__(self) -> None:
-        for name in ("restarts", "preemptions", "backoff_s", "grace_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-
-    def wait_s(self, num_restarts: int) -> float:
-        """Returns the pause after `num_restarts` restarts."""
-        return min(self.backoff_s * 2.0 ** min(num_restarts, 60), MAX_WAIT_S)
-
-
-@dataclass(frozen=True)
-class Outcome(Generic[Value]):
-    """The end of an attempt."""
-
-    ending: Ending  # kind of end
-    why: str  # description of what happened
-    value: Value  # result of the attempt
-
-
-def run_with_retries(
-    attempt: Callable[[], Outcome[Value]],
-    retries: Retries,
-    log: Callable[[str], None],
-    pause: Callable[[float], bool],
-) -> Outcome[Value]:
-    """Repeats an attempt while its outcome calls for it and the budget allows; returns the last outcome.
-
-    Args:
-        attempt: Starts the program and waits for its end.
-        retries: The budget.
-        log: Receives a line for each restart, and one when the budget is spent.
-        pause: Waits for a number of seconds; returns False if a stop was requested meanwhile.
-    """
-    used = {"failed": 0, "preempted": 0}
-    budget = {"failed": retries.restarts, "preempted": retries.preemptions}
-    while True:
-        outcome = attempt()
-        kind = outcome.ending
-        if kind not in used:
-            return outcome
-        if used[kind] >= budget[kind]:
-            log(f"{outcome.why}; not restarted again after {budget[kind]} restarts" if budget[kind] else outcome.why)
-            return outcome
-        wait_s = retries.wait_s(sum(used.values()))
-        used[kind] += 1
-        log(f"{outcome.why}; restarting in {wait_s:g} s ({used[kind]} of at most {budget[kind]} times)")
-        if not pause(wait_s):
-            return Outcome("stopped", "a stop was requested during the pause before a restart", outcome.value)

@@ -11,7 +11,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -114,13 +113,10 @@ def _seconds(time: str) -> int:
 
 
 def write_script(text: str, file: Path) -> Path:
-    """Writes the job script atomically and returns its path."""
+    """Writes the job script and returns its path."""
     try:
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", delete=False) as partial:
-            path = Path(partial.name)
-            partial.write(text)
-        path.chmod(0o755)
-        path.replace(file)
+        file.write_text(text, encoding="utf-8")
+        file.chmod(0o755)
     except OSError as error:
         raise ValueError(f"{file} cannot be written: {error.strerror or error}") from error
     return file

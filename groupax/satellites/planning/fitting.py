@@ -196,13 +196,11 @@ def _changes(config: ModelConfig, plan: Plan) -> Iterator[Request]:
     may_shard = plan.mesh.devices.size > 1 and (args.mesh is None or mesh_sizes(args.mesh)[1] == 1)
     if may_shard and not (is_rollout and has_decoding_copy):
         yield request.changed(f"--mesh {_FSDP}", mesh=_FSDP)
-    may_share = args.decoding_weights in ("same", "bfloat16") and args.base_weights == "same" and not args.max_staleness
+    may_share = args.base_weights == "same" and not args.max_staleness
     if is_rollout and has_decoding_copy and may_share:
         tp = 2 * args.decoding_tp
         if not plan.mesh.devices.size % tp and not indivisible_dims(config, decoding_mesh(plan.mesh, tp)):
             yield request.changed(f"--decoding_tp {tp}", decoding_tp=tp)
-    if is_rollout and has_decoding_copy and args.decoding_weights == "same" and args.decoding_tp == 1:
-        yield request.changed("--decoding_weights int8", decoding_weights="int8")
     if is_rollout and plan.run is not None and plan.run.cache.num_slots > 2 and args.max_concurrent_rows > 2:
         slots = plan.run.cache.num_slots * plan.mesh.devices.size // args.decoding_tp // 2
         yield request.changed(f"--max_concurrent_rows {slots}", max_concurrent_rows=slots)

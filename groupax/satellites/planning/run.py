@@ -28,7 +28,7 @@ from groupax.models.execution import ACCELERATOR_LOGITS, Execution
 from groupax.models.flops import activation_bytes_per_token
 from groupax.models.lora import LoRAConfig
 from groupax.models.params import partition_specs
-from groupax.models.weights.quantize import decoding_params
+from groupax.models.weights.quantize import bfloat16_params
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import decoding_mesh, num_data_shards
 from groupax.rollouts.state import UpdateSchedule, update_schedule
@@ -167,7 +167,7 @@ def trace_rollout(
     gathers = not all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
     params = gathered
     if copies:
-        params = jax.eval_shape(lambda params: decoding_params(config, params, args.decoding_weights), given)
+        params = jax.eval_shape(bfloat16_params, given)
         params = sharded_structs(params, partition_specs(config, mesh, params), mesh)
     kept = device_bytes({"weights": params}) if gathers or copies else 0.0
     at_once = kept + (device_bytes({"weights": gathered}) if gathers and copies else 0.0)  # while they are converted

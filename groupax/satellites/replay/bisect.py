@@ -1,4 +1,4 @@
-"""Finds the step that made a metric fulfil a condition: what differs there today, and its rows."""
+"""Finds the step that made a metric fulfil a condition, and what differs there today."""
 
 import operator
 import re
@@ -11,16 +11,9 @@ from typing import Any
 from groupax.core.config import GRPOConfig
 from groupax.core.settings.fields import nearest
 from groupax.core.terminal.printable import printable
-from groupax.satellites.replay.outcome import Outcome, Shares, comparison
+from groupax.satellites.replay.outcome import Outcome, comparison
 from groupax.satellites.replay.recorded import RecordedRun, recorded_run
-from groupax.satellites.replay.session import (
-    arguments_by_name,
-    maker_of,
-    replay_steps,
-    replay_target,
-    settings_of,
-    target_of,
-)
+from groupax.satellites.replay.session import arguments_by_name, maker_of, replay_steps, settings_of, target_of
 from groupax.satellites.replay.trainer import Make, SettingsAt
 
 # Conditions on metrics, as texts: 'kl > 1', 'grad_norm > 10 or loss is nan'. They are parsed, never evaluated.
@@ -103,8 +96,6 @@ class Bisection:
         step: First step whose line of metrics fulfils the condition.
         before: Step of the line of metrics before it; 0 for none.
         outcomes: Steps up to it, computed again, up to the first that is not the recorded one.
-        shares: The shares of the step's rows in its gradient; None if they are not known.
-        why_not: Why not.
     """
 
     run: RecordedRun
@@ -112,8 +103,6 @@ class Bisection:
     step: int
     before: int
     outcomes: Sequence[Outcome]
-    shares: Shares | None
-    why_not: str = ""
 
     @property
     def parted(self) -> Outcome | None:
@@ -133,11 +122,10 @@ def opening(condition: Condition, step: int, before: int) -> str:
 
 
 def bisection_lines(found: Bisection) -> Iterator[str]:
-    """Yields the lines of a bisection after its opening: what differs from the record, and the step's rows."""
-    run = found.run
-    equal = [outcome.step for outcome in found.outcomes if outcome.is_equal]
+    """Yields the lines of a bisection after its opening: what differs from the record."""
     first = found.outcomes[0].step
-    if change := run.changes.get(first - 1):
+    equal = [outcome.step for outcome in found.outcomes if outcome.is_equal]
+    if change := found.run.changes.get(first - 1):
         listed = ", ".join(f"{name} {then!r} -> {now!r}" for name, (then, now) in change.items())
         yield f"before step {first} the run was continued with other settings: {listed}"
     if equal:
@@ -145,15 +133,7 @@ def bisection_lines(found: Bisection) -> Iterator[str]:
         yield f"{which} computed as recorded, with the dataset, rewards and settings of today"
     if found.parted is not None:
         yield from comparison(found.parted)
-    if found.shares is None:
-        yield f"the shares of its rows are not known: {found.why_not}"
-    else:
-        yield from found.shares.lines()
-    if run.command(found.step) is None:
-        yield f"look at it: groupax.replay_step({str(run.folder)!r}, {found.step}, ..., why=True), then groupax view"
-    else:
-        folder = shlex.quote(str(run.folder))
-        yield f"look at it: groupax replay {folder} --step {found.step} --why, then groupax view {folder}"
+    yield f"look at it: groupax view {shlex.quote(str(found.run.folder))}"
 
 
 def first_line(lines: Sequence[Mapping[str, Any]], condition: Condition) -> tuple[int, int]:
@@ -195,20 +175,15 @@ def bisected(run: RecordedRun, condition: Condition, make: Make, settings: Setti
     step, before = first_line(run.metrics, condition)
     first = max(1, min(before + 1, step - window + 1), min(run.records))
     first = max([first, *(change + 1 for change in run.changes if change < step)])
-    outcomes = replay_steps(replace(target_of(run, step), first=first), make, settings, lambda _: None)
+    outcomes = replay_steps(replace(target_of(run, step), first=first), make, settings)
     number = next((number for number, outcome in enumerate(outcomes) if not outcome.is_equal), len(outcomes) - 1)
-    shares, why_not = None, ""
-    try:
-        shares = replay_target(target_of(run, step), make, settings, why=True).shares
-    except ValueError as error:  # its completions were not kept
-        why_not = str(error)
-    return Bisection(run, condition, step, before, outcomes[: number + 1], shares, why_not)
+    return Bisection(run, condition, step, before, outcomes[: number + 1])
 
 
 def bisect_run(
     run: str | Path, until: str, *arguments: Any, args: GRPOConfig | None = None, window: int = 8, **named: Any
 ) -> Bisection:
-    """Finds the first step of a run whose metrics fulfil a condition, what differs in it today, and its rows.
+    """Finds the first step of a run whose metrics fulfil a condition, and what differs in it today.
 
     Args:
         run: The run folder, which is not changed.

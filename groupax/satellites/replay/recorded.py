@@ -22,7 +22,7 @@ ALWAYS = (
     *("prompt_ids", "completion_ids", "policy_logps", "sampler_logps"),
 )
 # Of a process, all that rounding depends on.
-MACHINE = ("platform", "num_devices", "mesh", "processor", "instruction_set", "versions")
+MACHINE = ("platform", "num_devices", "mesh", "processor", "versions")
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,8 @@ class RecordedRun:
         Raises:
             ValueError: There is none, and the run did not start from the beginning.
         """
-        found: list[Saved] = []
-        for name in ("checkpoints", "states"):
-            each = (saved for saved in readable_checkpoints(LocalStore(self.folder / name), {}) if saved.step <= step)
-            found += [saved for saved in (next(each, None),) if saved is not None]
-        newest = max(found, key=lambda saved: saved.step, default=None)
-        return self._origin() if newest is None else newest
+        found = readable_checkpoints(LocalStore(self.folder / "checkpoints"), {})
+        return next((saved for saved in found if saved.step <= step), None) or self._origin()
 
     def _origin(self) -> Saved | None:
         """Returns the checkpoint of another run that this one started from; None if it started from the beginning."""

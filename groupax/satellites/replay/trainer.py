@@ -10,7 +10,6 @@ from typing import Any
 
 from groupax.core.config import GRPOConfig
 from groupax.core.settings.run import QUIET
-from groupax.core.types import Rollout, Row
 from groupax.episodes.record import Record
 from groupax.events import Message, StepStarted
 from groupax.rollouts.collector import Collector, with_advantages
@@ -22,39 +21,10 @@ from groupax.runs.checkpoints.record import read_policies
 from groupax.runs.diagnostics import Diagnose
 from groupax.runs.log import RunLog
 from groupax.runs.run import Run, RunHooks
-from groupax.runs.step_record import Stage, StepRecord
+from groupax.runs.step_record import Stage
 from groupax.runs.trainer import Description
 from groupax.satellites.replay.recorded import RecordedRun
 from groupax.trainer import GRPOTrainer, TrainResult
-
-
-@dataclass(frozen=True, eq=False)
-class Moment:
-    """A run before an update.
-
-    Attributes:
-        rows: Rows of the update.
-        indices: Index of each row's completion among those of the rollout; a further stream of an episode has None.
-        experience: The rollout that the rows are of.
-    """
-
-    rows: Sequence[Row]
-    indices: Sequence[int | None]
-    experience: Experience
-
-    @property
-    def completions(self) -> list[Rollout]:
-        """The completions of the rollout."""
-        return [rollout for group in self.experience.groups for rollout in group]
-
-    def parts(self) -> dict[int, list[int]]:
-        """Returns the indices of the rows of each completion, by the completion's index."""
-        parts: dict[int, list[int]] = {}
-        number = 0
-        for row, index in enumerate(self.indices):
-            number = number if index is None else index
-            parts.setdefault(number, []).append(row)
-        return parts
 
 
 class ReplayCollector(Collector):
@@ -65,25 +35,24 @@ class ReplayCollector(Collector):
         run: The recorded run.
         targets: Numbers of the rollouts that are computed again.
         stage: First stage of these rollouts to compute again; what comes before it is recorded.
-        makes_calls: Whether tools and environments are called for what is not in the record, as under changes.
 
     Attributes:
         policies: Policies that sample rollouts, by the number of the rollout, where these are not the learner's.
         sampled: Numbers of the rollouts that were sampled.
     """
 
-    def __init__(self, collector: Collector, run: RecordedRun, targets: range, stage: Stage, makes_calls: bool) -> None:
+    def __init__(self, collector: Collector, run: RecordedRun, targets: range, stage: Stage) -> None:
         vars(self).update(vars(collector))
-        self.run, self.targets, self.stage, self.makes_calls = run, targets, stage, makes_calls
+        self.run, self.targets, self.stage = run, targets, stage
         self.policies: dict[int, Policy] = {}
         self.sampled: list[int] = []
 
-    def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
+    def collect(self, cursor: Cursor) -> Experience:
         """Returns the recorded rollout, or the same one computed again, ready for updates."""
         number = cursor.num_rollouts
         groups = None if self.samples(number) else self._recorded(cursor)
         experience = self._sampled(cursor) if groups is None else self._replayed(groups, cursor)
-        return self.with_logprobs(experience, cursor, num_wanted)
+        return self.with_logprobs(experience, cursor)
 
     def samples(self, number: int) -> bool:
         """Returns whether a rollout is sampled again although it may be recorded."""
@@ -118,18 +87,18 @@ class ReplayCollector(Collector):
         table = next((table for step in self._steps(number) if (table := self.run.table(step)) is not None), None)
         return table is None or self.episodes.rules.has_environments or '"calls": [{' in "".join(table.get("turns", ()))
 
-    def record(self, number: int, is_closed: bool = False) -> Record:
-        """Returns the record of a rollout's calls, to which none is added unless it may be made."""
-        return super().record(number, is_closed or not self.makes_calls)
+    def record(self, number: int, is_closed: bool = True) -> Record:
+        """Returns the record of a rollout's calls, to which none is added."""
+        return super().record(number, is_closed)
 
     def _copy_calls(self, number: int) -> None:
         """Copies what tools answered into the folder of the replay, where it is looked up.
 
         Raises:
-            ValueError: The answers were not kept, and no call may be made.
+            ValueError: The answers were not kept.
         """
         folder, files = self.episodes.records(), self.run.calls(number)
-        if folder is not None and not files and not self.makes_calls and self._asked(number):
+        if folder is not None and not files and self._asked(number):
             raise ValueError(
                 f"what tools and environments answered in rollout {number} is not in {self.run.folder}/calls any more, "
                 "and a replay calls none: start from what was kept of it, with --stage reward or a later one"
@@ -176,23 +145,12 @@ class Target:
         step: The step to repeat.
         stage: First stage of it that is computed again; those before it are taken from the record.
         first: First step that is computed again from this stage on, with all up to `step`; 0 for `step` alone.
-        is_changed: Whether it is repeated under changes, so that it need not be the same run.
-        identity: Identity of the run whose state it starts from, if its settings differ from that.
-        saves: Whether the state after the step is saved.
     """
 
     run: RecordedRun
     step: int
     stage: Stage = "data"
     first: int = 0
-    is_changed: bool = False
-    identity: Identity | None = None
-    saves: bool = False
-
-    @property
-    def record(self) -> StepRecord:
-        """The digests of the step."""
-        return self.run.records[self.step]
 
     @property
     def steps(self) -> range:
@@ -220,47 +178,32 @@ def first_of_rollout(step: int, args: GRPOConfig) -> int:
 
 
 @contextmanager
-def prepared(target: Target, make: "Make", settings: SettingsAt) -> Iterator[tuple[Target, GRPOConfig]]:
-    """Gives a target and the settings of a trainer for it in a temporary folder, which is deleted at the end.
-
-    Where a process continued the run with other settings, the steps before it are repeated with those that they had.
+def prepared(target: Target, args: GRPOConfig) -> Iterator[GRPOConfig]:
+    """Gives the settings of a trainer for a target in a temporary folder, which is deleted at the end.
 
     Args:
         target: The step to repeat.
-        make: Makes a trainer.
-        settings: Returns the settings of the run at a step.
+        args: The settings that the run had there.
+
+    Raises:
+        ValueError: The run was continued with other settings between the state to start from and the step.
     """
-    start = first_of_rollout(target.steps[0], settings(target.steps[0]))
-    saved = target.run.checkpoint(start)
+    saved = target.run.checkpoint(first_of_rollout(target.steps[0], args))
+    first = 0 if saved is None else saved.step
+    for step in target.run.changes:
+        if first < step < target.step:
+            raise ValueError(
+                f"the run was continued with other settings after step {step}, and it has no checkpoint or state from "
+                f"there to the rollout of step {target.step}, so that this step cannot be repeated"
+            )
     with tempfile.TemporaryDirectory(prefix="groupax-replay-") as folder:
-        resume, first = "never", 0
-        if saved is not None:  # a checkpoint or a state, which has another place
-            resume, first = str(link_checkpoint(saved, Path(folder) / "before")), saved.step
-            if first in target.run.changes and target.identity is None:
-                target = replace(target, identity=saved.state["identity"])
-        for step in target.run.changes:
-            if first < step < target.step:
-                stage = target.stage if step > start else "update"
-                before = Target(target.run, step, stage, identity=target.identity, saves=True)
-                place = str(Path(folder) / f"until_{step}")
-                identity = trained(before, make, replace(settings(step), **QUIET, output_dir=place, resume=resume))
-                resume, target = place, replace(target, identity=identity)
-        yield target, replace(settings(target.step), **QUIET, output_dir=str(Path(folder) / "run"), resume=resume)
-
-
-def trained(target: Target, make: "Make", args: GRPOConfig) -> Identity:
-    """Repeats the steps up to a target, and returns the identity of that run."""
-    trainer = make(target, args)
-    trainer.train()
-    return trainer.run.identity
-
-
-def link_checkpoint(saved: Saved, run: Path) -> Path:
-    """Makes a checkpoint the only one of a new run folder, and returns its path there."""
-    place = run / "checkpoints" / saved.folder.name
-    place.parent.mkdir(parents=True)
-    place.symlink_to(saved.folder.resolve())
-    return place
+        resume = "never"
+        if saved is not None:  # the only checkpoint of a run folder of its own
+            place = Path(folder) / "before" / "checkpoints" / saved.folder.name
+            place.parent.mkdir(parents=True)
+            place.symlink_to(saved.folder.resolve())
+            resume = str(place)
+        yield replace(args, **QUIET, output_dir=str(Path(folder) / "run"), resume=resume)
 
 
 class ReplayTrainer(GRPOTrainer):
@@ -273,13 +216,9 @@ class ReplayTrainer(GRPOTrainer):
 
     Attributes:
         first_step: Step after which it started.
-        observe: Called with the number of each step that is computed again and the moment before it, if it is set.
-        finish: Called after the last step, while rewards can be computed, if it is set.
     """
 
     collector: ReplayCollector
-    observe: Callable[[int, Moment], None] | None = None
-    finish: Callable[[], None] | None = None
 
     def __init__(self, target: Target, *arguments: Any, **named: Any) -> None:
         target.check()
@@ -293,16 +232,16 @@ class ReplayTrainer(GRPOTrainer):
         numbers = [(step - 1) // self.schedule.updates_per_rollout for step in self.target.steps]
         targets, target = range(numbers[0], numbers[-1] + 1), self.target
         collector = replace(super().make_collector(), emit=self.emit)
-        return ReplayCollector(collector, target.run, targets, target.stage, makes_calls=target.is_changed)
+        return ReplayCollector(collector, target.run, targets, target.stage)
 
     def identity(self) -> Identity:
-        """Returns the identity that was saved, if only the data differ; says so then."""
-        own = super().identity()
-        if self.target.identity is not None:
-            return self.target.identity
-        saved = self.target.run.checkpoint(self.target.step)
-        if saved is None or self.target.is_changed:
+        """Returns the identity that was saved, if only the data differ or the run was continued with other settings."""
+        own, run = super().identity(), self.target.run
+        saved = run.checkpoint(first_of_rollout(self.target.steps[0], self.args))
+        if saved is None:
             return own
+        if saved.step in run.changes:
+            return saved.state["identity"]
         found = differences(saved.state["identity"], own)
         data = {name: pair for name, pair in found.items() if name.startswith("train_dataset")}
         if data:
@@ -322,40 +261,20 @@ class ReplayTrainer(GRPOTrainer):
         with run.training() as stop:
             while self.cursor.step < self.target.step:
                 stop.check()
-                self._step()
-            self._keep_policies()
-            if self.target.saves:
-                run.saver.save_and_wait()
-            if self.finish is not None:
-                self.finish()
+                self._keep_policies()
+                self.emit(StepStarted(self.cursor.step))
+                self.update(self.next_rows())
         return TrainResult(self.cursor.step, run.train_seconds, run.log.rollout_tokens_per_s, run.log.last)
 
-    def _step(self) -> None:
-        self._keep_policies()
-        self.emit(StepStarted(self.cursor.step))
-        rows = self.next_rows()
-        if self.observe is not None and self.cursor.step + 1 in self.target.steps:
-            found = self.experience
-            assert found is not None, "there is a rollout"
-            self.observe(self.cursor.step + 1, Moment(rows, found.next_indices(), found))
-        self.update(rows)
-
     def _keep_policies(self) -> None:
-        """Keeps the present policy if it samples a later rollout, or one after the state that is saved."""
+        """Keeps the present policy if it samples a later rollout."""
         staleness, step = self.args.max_staleness, self.cursor.step
         if not staleness:
             return
-        last = self.collector.targets[-1]
-        after = last + 1 + staleness if self.target.saves else last
-        for number in range(self.cursor.num_rollouts, after + 1):
+        for number in range(self.cursor.num_rollouts, self.collector.targets[-1] + 1):
             is_due = self.collector.policy_version(number) == step and number not in self.collector.policies
-            if is_due and (number > last or self.collector.needs_policy(number)):
+            if is_due and self.collector.needs_policy(number):
                 self.collector.policies[number] = Policy(step, self.learner.snapshot())
-
-    def policies(self, cursor: Cursor) -> Mapping[int, Policy]:
-        """Returns the earlier policies that sample coming rollouts."""
-        kept = self.collector.policies.items()
-        return {number: policy for number, policy in kept if number >= cursor.num_rollouts}
 
     def diagnose(self) -> Diagnose:
         """Returns what finds nothing: the run has reported what is wrong."""

@@ -10,17 +10,16 @@ from typing import Any
 import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
-from groupax.runs.report.record import changed_settings
+from groupax.runs.report import changed_settings
 from groupax.satellites.view import curves, groups, token_values
 from groupax.satellites.view.evaluations import differences, estimate_rows, item_page
 from groupax.satellites.view.overview import best_and_worst, machine_of, overview, table_row
 from groupax.satellites.view.rollouts import Step, cached_step
 from groupax.satellites.view.runs import NotFoundError, Run, Runs, plain
-from groupax.satellites.view.search import PromptIndex, Query, exported, search_steps
-from groupax.satellites.view.why import why
+from groupax.satellites.view.search import PromptIndex, Query, search_steps
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -119,10 +118,10 @@ class Page:
     def routes(self) -> list[Route]:
         """Returns all routes of the page."""
         answers = [
-            *(self.overview, self.extremes, self.table, self.names, self.series, self.band, self.timeline),
+            *(self.overview, self.extremes, self.table, self.names, self.series, self.band, self.shares),
             *(self.config, self.diagnostics, self.steps, self.step, self.group, self.tokens),
-            *(self.text, self.why, self.search, self.prompts, self.prompt, self.evaluations, self.estimates),
-            *(self.differences, self.items, self.export, self.image),
+            *(self.text, self.search, self.prompts, self.prompt, self.evaluations, self.estimates),
+            *(self.differences, self.items, self.image),
         ]
         files = {f"/static/{file.relative_to(STATIC)}": file for file in STATIC.rglob("*") if file.suffix in TYPES}
         files["/"] = STATIC / "index.html"
@@ -131,11 +130,6 @@ class Page:
             *(Route(f"/api/{answer.__name__}", self._answering(answer)) for answer in answers),
             *(Route(path, _file_answer(file)) for path, file in files.items()),
         ]
-
-    def close(self) -> None:
-        """Stops the background threads."""
-        for index in self._indexes.values():
-            index.close()
 
     def states(self, _: Asked) -> Any:
         """Returns the state of every run by name."""
@@ -187,10 +181,9 @@ class Page:
                 found[metric]["num_runs"] = len(known)
         return found
 
-    def timeline(self, asked: Asked) -> Any:
-        """Returns the phases of the `num` steps up to `last` on a time axis, and the shares of phases in all steps."""
-        found = curves.timeline(asked.run, asked.number("last", math.inf), asked.integer("num", "20"))
-        return {**found, "shares": curves.shares(asked.run)}
+    def shares(self, asked: Asked) -> Any:
+        """Returns the shares of phases in all steps."""
+        return curves.shares(asked.run)
 
     def config(self, _: Asked) -> Any:
         """Returns the settings of every run, its machine and versions, and the defaults of the settings that differ.
@@ -237,14 +230,10 @@ class Page:
         """Returns the tokens of a group, or of its completion `sample`, with their values in a channel."""
         run, prompt, sample = asked.run, asked.integer("prompt"), asked.integer_or_none("sample")
         file, channel = run.rollout_file(asked.integer("step")), asked.text("channel", "policy_logps")
-        found = token_values.token_values(file, prompt, channel, sample, token_values.loss_bounds(run))
+        found = token_values.token_values(file, prompt, channel, sample)
         texts = token_values.token_texts(run.path / "tokenizer")
         rows = {index: {**row, "texts": texts.pieces(row["ids"])} for index, row in found.items()}
         return {"rows": rows, "fault": texts.fault}
-
-    def why(self, asked: Asked) -> Any:
-        """Returns what the update of a step was made of: rows by their share of the gradient, tokens, findings."""
-        return why(asked.run, asked.integer("step"))
 
     def text(self, asked: Asked) -> Any:
         """Returns the full text of the completion `sample`, or of the prompt if there is no `sample`.
@@ -259,13 +248,6 @@ class Page:
         """Returns rollouts that match a query, searching backwards from step `before`, its row `first`, for a while."""
         before, first = asked.number("before", math.inf), asked.integer("first", "0")
         return search_steps(asked.run, asked.query, before, first, cached_step)
-
-    def export(self, asked: Asked) -> Response:
-        """Returns all rollouts that match a query as a file of JSON Lines."""
-        run, query = asked.run, asked.query
-        name = f"step_{query.step[0]:.0f}" if query.step[0] == query.step[1] else "rollouts"
-        headers = {"content-disposition": f'attachment; filename="{name}.jsonl"', **NOT_STORED}
-        return StreamingResponse(exported(run, query), 200, headers, "application/jsonl")
 
     def prompts(self, asked: Asked) -> Any:
         """Returns the prompts of all steps that contain the text `q`."""
@@ -343,10 +325,9 @@ class Page:
         return answered
 
 
-def make_app(runs: Runs) -> tuple[Starlette, Page]:
-    """Returns the application without its guard, and its request handlers."""
-    page = Page(runs)
-    return Starlette(routes=page.routes()), page
+def make_app(runs: Runs) -> Starlette:
+    """Returns the application without its guard."""
+    return Starlette(routes=Page(runs).routes())
 
 
 def _file_answer(file: Path) -> Callable[[Request], Response]:

@@ -9,7 +9,6 @@ import numpy as np
 from groupax.satellites.view.runs import Run
 
 AXES = ("step", "tokens", "time")
-MAX_STEPS = 200  # of a timeline
 WAIT_S = "time/wait_s"
 COMPILE_S = "time/compile_s"
 IN_SEQUENCE = ("rollout", "reward", "train")  # the order of a step's phases
@@ -114,40 +113,12 @@ def thinned(x: np.ndarray, y: np.ndarray, num_points: int) -> tuple[np.ndarray, 
     return x[kept], y[kept]
 
 
-def timeline(run: Run, last: float, num_steps: int) -> dict[str, Any]:
-    """Returns the phases of up to `num_steps` logged steps that end with the step `last`.
+def shares(run: Run) -> list[dict[str, Any]]:
+    """Returns the total time of each phase of all steps, its share, and its median per step.
 
     A step's phases follow each other: compilation, rollout, waiting for rewards, update. A run with `time/wait_s`
-    generates rollouts during updates; its steps wait for a rollout and update, and the rollouts lie in a lane of their
-    own, each ending when the step has received it. A line of several steps is one bar of each phase, with the mean of
-    its steps. Compilation takes place within the other phases; see `_phases`.
-
-    Returns:
-        lanes: Names of the lanes.
-        bars: Records with `step`, `lane`, `start_s` and `end_s`; seconds since the first step began.
-        is_ahead: Whether rollouts are generated during updates.
+    generates rollouts during updates; its steps wait for a rollout and update. A line of several steps has their mean.
     """
-    steps, step_s = run.series("step_time")
-    ends_s = np.cumsum(np.nan_to_num(np.diff(steps, prepend=0.0) * step_s))
-    is_ahead = WAIT_S in run.metric_names()
-    phases = _phases(run, steps, step_s)
-    rollout_s = _at(run, "time/rollout_s", steps)
-    bars: list[dict[str, Any]] = []
-    for index in np.flatnonzero(steps <= last)[-min(num_steps, MAX_STEPS) :].tolist():
-        at_s = float(ends_s[index]) - float(np.nan_to_num(step_s[index]))
-        for name, seconds in phases.items():
-            next_s = at_s + float(seconds[index])
-            bars.append({"step": float(steps[index]), "lane": name, "start_s": at_s, "end_s": next_s})
-            at_s = next_s
-            if is_ahead and name == "wait":
-                start_s = max(at_s - float(rollout_s[index]), 0.0)
-                bars.append({"step": float(steps[index]), "lane": "rollout", "start_s": start_s, "end_s": at_s})
-    lanes = ["rollout", *phases] if is_ahead else list(phases)
-    return {"lanes": lanes, "bars": [bar for bar in bars if bar["end_s"] > bar["start_s"]], "is_ahead": is_ahead}
-
-
-def shares(run: Run) -> list[dict[str, Any]]:
-    """Returns the total time of each phase of all steps, its share, and its median per step."""
     steps, step_s = run.series("step_time")
     gaps = np.diff(steps, prepend=0.0)
     all_s = float(np.nansum(gaps * step_s)) or 1.0

@@ -176,7 +176,7 @@ def episode_of(step: Step, row: int) -> list[dict[str, Any]] | None:
     turns, messages = (_json_column(step, name, row) for name in ("turns", "messages"))
     if not {"turns", "messages"} <= {*step.table.column_names}:
         return None
-    return parts_of(turns, messages, step.value("turn_advantages", row))
+    return parts_of(turns, messages)
 
 
 def streams_of(step: Step, row: int) -> list[dict[str, Any]]:
@@ -198,17 +198,9 @@ def streams_of(step: Step, row: int) -> list[dict[str, Any]]:
     return found
 
 
-def parts_of(turns: Any, messages: Any, advantages: Any = None) -> list[dict[str, Any]] | None:
-    """Returns the parts of an episode (see `episode_of`) from its turns and messages as JSON has them.
-
-    Args:
-        turns: Its turns.
-        messages: Its messages.
-        advantages: Advantage of each turn, where turns have their own.
-    """
+def parts_of(turns: Any, messages: Any) -> list[dict[str, Any]] | None:
+    """Returns the parts of an episode (see `episode_of`) from its turns and messages as JSON has them."""
     own = _mappings(turns)
-    if isinstance(advantages, list) and len(advantages) == len(own):
-        own = [{**turn, "advantage": advantage} for turn, advantage in zip(own, advantages, strict=True)]
     return list(_parts(own, _mappings(messages))) if own else None
 
 
@@ -236,7 +228,6 @@ def _turn(number: int | None, turn: Mapping[str, Any], message: Mapping[str, Any
         "end": _integer(turn.get("end")),
         "reward": _number(turn.get("reward")),
         "rewards": {str(name): _number(each) for name, each in rewards.items()} if isinstance(rewards, Mapping) else {},
-        "advantage": _number(turn["advantage"]) if "advantage" in turn else None,
         "calls": [
             {
                 "name": str(call.get("name")),

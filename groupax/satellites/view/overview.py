@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from groupax.core.settings.run import UNSEEN
-from groupax.runs.report.contents import repeating_command
-from groupax.runs.report.record import changed_settings
+from groupax.runs.report import changed_settings, repeating_command
 from groupax.satellites.view.rollouts import PREVIEW_CHARACTERS, Step, shown_prompt
 from groupax.satellites.view.runs import Run
 

@@ -20,7 +20,6 @@ PREVIEW_CHARACTERS = 320
 SHOWN_CHARACTERS = 20_000  # of a text, until the full text is requested
 NEEDED = ("prompt", "completion", "prompt_index", "sample_index")
 TEXTS = ["prompt", "completion"]  # stay dictionaries, as they are stored: a small file may repeat a long text often
-PER_TURN = ("turn_advantages", "images")  # lists that are short enough to be read
 REWARD = "rewards/"
 MAX_CACHED_BYTES = 64 << 20  # of steps in memory; the one that was used last stays, whatever its size
 
@@ -103,7 +102,7 @@ def read_step(path: Path, weights: Sequence[float] | None = None) -> Step:
     """
     with opened(path) as file:
         schema = file.schema_arrow
-        flat = [item.name for item in schema if not pyarrow.types.is_nested(item.type) or item.name in PER_TURN]
+        flat = [item.name for item in schema if not pyarrow.types.is_nested(item.type) or item.name == "images"]
         missing = [name for name in NEEDED if name not in flat]
         if missing:
             raise ValueError(f"it is not a rollout log: it has no column {', '.join(missing)}")

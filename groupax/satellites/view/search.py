@@ -1,10 +1,9 @@
 """Search in the rollouts of all steps, and an index of their prompts."""
 
-import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,28 +178,6 @@ def search_steps(run: Run, query: Query, before: float, first: int, read: Read) 
     return {"hits": hits, "next": None, "num_searched": len(steps)}
 
 
-def exported(run: Run, query: Query) -> Iterator[bytes]:
-    """Yields the matching completions of all steps as JSON Lines, newest steps first, with their full texts."""
-    weights, is_likely = run.reward_weights(), True
-    for number in reversed(query.steps_of(run)):
-        step = _matching(run, number, query, read_step, weights, is_likely)
-        is_likely = False
-        if step is None:
-            continue
-        for row, _ in query.rows(step):
-            is_likely = True
-            record = {
-                **_place(step, number, row),
-                "reward": _known(step.total[row]),
-                "rewards": {name: _known(column[row]) for name, column in step.rewards.items()},
-                "advantage": _known(step.advantage[row]),
-                "finish_reason": step.value("finish_reason", row),
-                "prompt": step.text("prompt", row)[0],
-                "completion": step.text("completion", row)[0],
-            }
-            yield json.dumps(record, ensure_ascii=False, default=str).encode(errors="backslashreplace") + b"\n"
-
-
 def _matching(
     run: Run, number: int, query: Query, read: Read, weights: Sequence[float] | None, is_likely: bool
 ) -> Step | None:
@@ -224,12 +201,8 @@ def _place(step: Step, number: int, row: int) -> dict[str, Any]:
     }
 
 
-def _known(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
 class PromptIndex:
-    """The groups of all steps of a run by prompt, read in the background.
+    """The groups of all steps of a run by prompt, read as they are asked for.
 
     Memory is bounded: of a larger run only the first `MAX_ENTRIES` groups are indexed.
     """
@@ -237,28 +210,22 @@ class PromptIndex:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._closed = threading.Event()
         self._forget()
 
     def update(self) -> dict[str, Any]:
-        """Continues indexing in the background if there are new steps, and returns the progress."""
+        """Reads steps that are not indexed, for a limited time, and returns the progress."""
         with self._lock:
             if self._generation != self._run.generation:
                 self._forget()
             todo = [step for step in self._run.rollout_steps() if step not in self._done]
-            if todo and not self._is_full() and (self._thread is None or not self._thread.is_alive()):
-                self._thread = threading.Thread(target=self._read, args=(todo,), daemon=True)
-                self._thread.start()
-            num_done, num_steps = len(self._done), len(self._done) + len(todo)
+            num_steps, weights = len(self._done) + len(todo), self._run.reward_weights()
+            until_s = time.monotonic() + BUDGET_S
+            for step in todo:
+                if self._is_full() or time.monotonic() > until_s:
+                    break
+                self._read(step, weights)
             known = {"num_unreadable": self._num_unreadable, "is_full": self._is_full()}
-            return {"num_done": num_done, "num_steps": num_steps, **known}
-
-    def close(self) -> None:
-        """Stops indexing."""
-        self._closed.set()
-        if self._thread is not None:
-            self._thread.join()
+            return {"num_done": len(self._done), "num_steps": num_steps, **known}
 
     def history(self, key: str) -> dict[str, Any]:
         """Returns the groups of a prompt in the order of steps; none if it is not in the steps indexed so far.
@@ -325,24 +292,12 @@ class PromptIndex:
         with self._lock:
             return np.concatenate([np.zeros(0, GROUP), *self._groups])
 
-    def _read(self, steps: Iterable[int]) -> None:
-        generation, weights = self._generation, self._run.reward_weights()
-        for number in steps:
-            if self._closed.is_set() or self._generation != generation or self._is_full():
-                return
-            try:
-                with np.errstate(all="ignore"):
-                    groups = self._groups_of(number, read_step(self._run.rollout_file(number), weights))
-            except (ValueError, OverflowError):  # damaged, or removed in the meantime
-                groups = None
-            with self._lock:
-                if self._generation != generation:
-                    return
-                self._done.add(number)
-                if groups is None:
-                    self._num_unreadable += 1
-                else:
-                    self._groups.append(groups)
+    def _read(self, step: int, weights: Sequence[float] | None) -> None:
+        self._done.add(step)
+        try:
+            self._groups.append(self._groups_of(step, read_step(self._run.rollout_file(step), weights)))
+        except (ValueError, OverflowError):  # damaged, or removed in the meantime
+            self._num_unreadable += 1
 
     def _groups_of(self, number: int, step: Step) -> np.ndarray:
         groups = []

@@ -12,7 +12,7 @@ import uvicorn
 from starlette.responses import PlainTextResponse, Response
 
 from groupax.parallel.processes import is_loopback
-from groupax.satellites.view.app import Page, make_app
+from groupax.satellites.view.app import make_app
 from groupax.satellites.view.runs import Runs
 from groupax.serve.web import foreign_page, hostname, several_hosts
 
@@ -102,18 +102,17 @@ class Guard:
         return self.token is not None and hmac.compare_digest(text.encode(), self.token.encode())
 
 
-def make_server(runs: Runs, port: int, token: str | None) -> tuple[uvicorn.Server, Page]:
-    """Returns a server that is not running yet, and its request handlers, which the caller closes after it.
+def make_server(runs: Runs, port: int, token: str | None) -> uvicorn.Server:
+    """Returns a server that is not running yet.
 
     Args:
         runs: Runs to show.
         port: Port that the server will listen on.
         token: Token that requests must have; None for servers on the loopback.
     """
-    app, page = make_app(runs)
     threading.Thread(target=_read_all, args=(runs,), daemon=True).start()  # starts before the first request
     config = uvicorn.Config(
-        Guard(app, token, port),
+        Guard(make_app(runs), token, port),
         http="h11",  # limits headers
         log_level="warning",
         access_log=False,
@@ -122,7 +121,7 @@ def make_server(runs: Runs, port: int, token: str | None) -> tuple[uvicorn.Serve
         server_header=False,
         timeout_graceful_shutdown=1,
     )
-    return uvicorn.Server(config), page
+    return uvicorn.Server(config)
 
 
 def _read_all(runs: Runs) -> None:
@@ -141,11 +140,8 @@ def serve(runs: Runs, listening: socket.socket, host: str, token: str | None) ->
         token: Token that requests must have; None for servers on the loopback.
     """
     port = listening.getsockname()[1]
-    server, page = make_server(runs, port, token)
+    server = make_server(runs, port, token)
     named = f"[{host}]" if ":" in host else host
     shown = {"0.0.0.0": socket.gethostname(), "[::]": socket.gethostname()}.get(named, named)
     print(f"groupax view: http://{shown}:{port}/{f'?token={token}' if token else ''}   (Ctrl-C to stop)", flush=True)
-    try:
-        server.run(sockets=[listening])
-    finally:
-        page.close()
+    server.run(sockets=[listening])

@@ -1,10 +1,7 @@
 """The texts of tokens in a step's rollouts, and their values: log-probs, entropies and ratios."""
 
-import json
-import math
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,10 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow
 
-from groupax.core.settings.objective import UNCLIPPED
-from groupax.core.types import FAILURES, TRUNCATIONS
 from groupax.satellites.view.rollouts import has_mask, opened
-from groupax.satellites.view.runs import NotFoundError, Run
+from groupax.satellites.view.runs import NotFoundError
 
 MAX_TOKENS_PER_CHARACTER = 8
 
@@ -87,50 +82,14 @@ def _load(folder: Path, version: int) -> TokenTexts:  # noqa: ARG001
     return TokenTexts(folder)
 
 
-PUSH = "advantage x ratio"
-TURN_ADVANTAGES, TURNS = "turn_advantages", "turns"
 SHOWN_TOKENS = 1_500  # of a completion, until all its tokens are requested
-
-
-@dataclass(frozen=True)
-class LossBounds:
-    """The tokens that a loss gives no gradient, besides those that the model did not sample.
-
-    Attributes:
-        low, high: Bounds of the ratio where the loss clips it for negative and for positive advantages.
-        delta: Upper bound of the ratio for negative advantages.
-        masked_ends: Finish reasons of the completions that the loss leaves out.
-    """
-
-    low: float = -np.inf
-    high: float = np.inf
-    delta: float = np.inf
-    masked_ends: Collection[str] = ()
-
-
-NO_BOUNDS = LossBounds()
-
-
-def loss_bounds(run: Run) -> LossBounds:
-    """Returns the tokens to which a run's loss gives no gradient; all have one if its settings cannot be read."""
-    try:
-        config = run.config()
-        ends = config["mask_truncated_completions"]
-        masked = FAILURES | frozenset((TRUNCATIONS if ends else ()) if isinstance(ends, bool) else ends)
-        if config["loss_type"] in UNCLIPPED or config["importance_sampling_level"] != "token":
-            return LossBounds(masked_ends=masked)
-        low, high, delta = config["epsilon"], config["epsilon_high"], config["delta"]
-        bounds = 1 - float(low), 1 + float(low if high is None else high), math.inf if delta is None else float(delta)
-        return LossBounds(*bounds, masked_ends=masked)
-    except (ArithmeticError, KeyError, TypeError, ValueError):
-        return NO_BOUNDS
 
 
 def token_channels(path: Path) -> dict[str, dict[str, str]]:
     """Returns the values that tokens can be shaded by, by name.
 
-    Each has a `kind` (logp, entropy, ratio, push or value), its `column`, and for a ratio the column of the denominator
-    in `over`. A push is advantage x ratio, what the gradient of a token's log-prob is multiplied with.
+    Each has a `kind` (logp, entropy, ratio or value), its `column`, and for a ratio the column of the denominator in
+    `over`.
     """
     with opened(path) as file:
         schema = file.schema_arrow
@@ -143,28 +102,21 @@ def token_channels(path: Path) -> dict[str, dict[str, str]]:
             if name.endswith("_logps") and name != "policy_logps":
                 ratio = f"ratio {name.removesuffix('_logps')} / policy"
                 channels[ratio] = {"kind": "ratio", "column": name, "over": "policy_logps"}
-    has_advantages = "advantage" in schema.names and (TURN_ADVANTAGES not in schema.names or TURNS in schema.names)
-    if has_advantages and {"policy_logps", "trainer_logps"} <= set(names):
-        channels[PUSH] = {"kind": "push", "column": "trainer_logps", "over": "policy_logps"}
-    order = ("logp", "entropy", "push", "ratio", "value")
+    order = ("logp", "entropy", "ratio", "value")
     return dict(sorted(channels.items(), key=lambda item: (order.index(item[1]["kind"]), item[0] != "policy_logps")))
 
 
-def token_values(
-    path: Path, prompt_index: int, channel: str, sample: int | None = None, bounds: LossBounds = NO_BOUNDS
-) -> dict[int, dict[str, Any]]:
+def token_values(path: Path, prompt_index: int, channel: str, sample: int | None = None) -> dict[int, dict[str, Any]]:
     """Returns the ids and values of the tokens of a group, by sample index.
 
     `length` is the number of all tokens. The environment's have no value; where there are any, `sampled` tells which
-    tokens the model sampled. A token that is clipped or masked has no gradient, so that its push is 0; `dropped` names
-    the reason, and is None for the others.
+    tokens the model sampled.
 
     Args:
         path: Path of the step's rollout log.
         prompt_index: Index of the group's prompt.
         channel: Name in `token_channels`.
         sample: Sample index of a single completion to return in full; None for the first `SHOWN_TOKENS` tokens of all.
-        bounds: The tokens without a gradient.
 
     Raises:
         NotFoundError: The channel does not exist.
@@ -173,15 +125,12 @@ def token_values(
     if channel not in channels:
         raise NotFoundError(f"{path.name} has no {channel!r} per token; it has {', '.join(channels) or 'nothing'}")
     column, over = channels[channel]["column"], channels[channel]["over"]
-    is_push = channels[channel]["kind"] == "push"
     columns = ["prompt_index", "sample_index", "completion_ids", column, *([over] if over else [])]
     limit = None if sample is not None else SHOWN_TOKENS
     found: dict[int, dict[str, Any]] = {}
     with opened(path) as file:
         masked = has_mask(file.schema_arrow)
         columns += ["mask"] if masked else []
-        pushing = ("advantage", TURN_ADVANTAGES, TURNS, "finish_reason") if is_push else ()
-        columns += [name for name in pushing if name in file.schema_arrow.names]
         for batch in file.iter_batches(batch_size=64, columns=columns, use_threads=False):
             rows = np.flatnonzero(np.asarray(batch.column("prompt_index")) == prompt_index)
             for row in rows.tolist():
@@ -194,47 +143,12 @@ def token_values(
                 if over:
                     values = np.exp(values - _token_array(batch.column(over)[row], len(ids)))
                 found[sample_index] = {"ids": ids.tolist(), "length": num_ids}
-                if is_push:
-                    record = {name: batch.column(name)[row].as_py() for name in pushing if name in columns}
-                    values, found[sample_index]["dropped"] = pushes(values, record, bounds)
                 if masked:
                     sampled = _token_array(batch.column("mask")[row], len(ids)) != 0
                     values[~sampled] = np.nan
                     found[sample_index]["sampled"] = sampled.tolist()
                 found[sample_index]["values"] = np.round(values, 5).tolist()
     return found
-
-
-def pushes(ratios: np.ndarray, record: Mapping[str, Any], bounds: LossBounds) -> tuple[np.ndarray, list[str | None]]:
-    """Returns [T] advantage x ratio, and for the tokens that the loss gives no gradient, whose push is 0, the reason.
-
-    Args:
-        ratios: [T] ratio of each token.
-        record: `advantage`, `finish_reason` and for turns with their own advantages `turn_advantages` and `turns`.
-        bounds: The tokens without a gradient. They are clipped where the surrogate is constant (arXiv:1707.06347, eq.
-            7; `groupax.objective.losses.ppo_clip_loss`).
-    """
-    advantages = _token_advantages(len(ratios), record)
-    if record.get("finish_reason") in bounds.masked_ends:
-        return np.zeros(len(ratios)), ["masked"] * len(ratios)
-    is_clipped = (advantages < 0) & ((ratios < bounds.low) | (ratios > bounds.delta))
-    is_clipped |= (advantages > 0) & (ratios > bounds.high)
-    dropped = ["clipped" if clipped else None for clipped in is_clipped.tolist()]
-    return np.where(is_clipped, 0.0, advantages * ratios), dropped
-
-
-def _token_advantages(num_tokens: int, record: Mapping[str, Any]) -> np.ndarray:
-    """Returns [num_tokens] the advantage of each token: that of its turn, or else of the completion; NaN if unknown."""
-    own = record.get(TURN_ADVANTAGES)
-    if own is None:
-        return np.full(num_tokens, np.nan if record["advantage"] is None else record["advantage"])
-    advantages = np.full(num_tokens, np.nan)
-    try:
-        for turn, advantage in zip(json.loads(record[TURNS]), own, strict=True):
-            advantages[int(turn["start"]) : int(turn["end"])] = advantage
-    except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError):
-        return np.full(num_tokens, np.nan)
-    return advantages
 
 
 def _kind(name: str) -> str:

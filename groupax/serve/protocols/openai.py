@@ -14,7 +14,7 @@ class ResponseBuilder:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange, self.request, self.n = exchange, exchange.request, exchange.request.n
-        self.prompts, self.prompt_texts = exchange.prompts, exchange.prompt_texts
+        self.prompts = exchange.prompts
         kind = "chat.completion" if self.request.is_chat else "text_completion"
         response_id = f"{'chatcmpl' if self.request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": response_id, "object": kind, "created": int(time.time()), "model": exchange.model}
@@ -24,20 +24,16 @@ class ResponseBuilder:
         """Returns the whole response as one object."""
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
         response = {**self._head, "choices": choices, "usage": self.usage(completions)}
-        if self.request.is_chat and self.request.prompt_logprobs is not None:
-            response["prompt_logprobs"] = self._prompt_logprobs(0)
         if self.request.is_chat and self.request.return_token_ids:
             response["prompt_token_ids"] = self.prompts[0]
         return response
 
     def first_events(self) -> list[dict[str, Any]]:
-        """Returns the first chunks of a streamed response: the role, or the echoed prompt, of each completion."""
-        indices = range(len(self.prompts) * self.n)
-        if self.request.is_chat:
-            delta = {"role": "assistant", "content": ""}
-            empty = {"delta": delta, "logprobs": None, "finish_reason": None}
-            return [self._chunk({"index": index, **empty}) for index in indices]
-        return [self._chunk(self._echo(index)) for index in indices] if self.prompt_texts else []
+        """Returns the first chunks of a streamed response: the role of each completion of a chat."""
+        if not self.request.is_chat:
+            return []
+        empty = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [self._chunk({"index": index, **empty}) for index in range(self.n)]
 
     def events(self, delta: Delta, piece: Turn, completion: Completion) -> list[dict[str, Any]]:
         """Returns the chunk of new tokens (see `exchange.Writer`)."""
@@ -47,10 +43,9 @@ class ResponseBuilder:
         else:
             choice = self._text_choice(index, piece.content)
         choice["finish_reason"] = piece.finish_reason
-        new = Completion(num_characters=completion.num_characters)
+        new = Completion()
         new.add(delta)
         choice |= self._details(index, new, is_first=not completion.tokens)
-        completion.num_characters = new.num_characters
         return [self._chunk(choice)]
 
     def last_events(self, completions: list[Completion]) -> list[dict[str, Any]]:
@@ -71,24 +66,14 @@ class ResponseBuilder:
     def _text_choice(self, index: int, text: str) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
-    def _echo(self, index: int) -> dict[str, Any]:
-        """Returns the choice with which the stream of a completion begins, if the prompt is echoed."""
-        choice = self._text_choice(index, self.prompt_texts[index // self.n])
-        if self.request.logprobs is not None:
-            choice["logprobs"] = self._prompt_part(index // self.n)
-        return choice
-
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         turn = self._exchange.turn(index, completion)
         if self.request.is_chat:
             choice: dict[str, Any] = {"index": index, "message": self._message(turn)}
         else:
-            echoed = self.prompt_texts[index // self.n] if self.prompt_texts else ""
-            choice = self._text_choice(index, echoed + turn.content)
+            choice = self._text_choice(index, turn.content)
         choice["finish_reason"] = turn.finish_reason
-        if self.request.prompt_logprobs is not None and not self.request.is_chat:
-            choice["prompt_logprobs"] = self._prompt_logprobs(index // self.n)
-        return choice | self._details(index, completion, is_first=True, is_whole=True)
+        return choice | self._details(index, completion, is_first=True)
 
     def _message(self, turn: Turn) -> dict[str, Any]:
         content = turn.content or (None if turn.calls else "")
@@ -110,14 +95,14 @@ class ResponseBuilder:
             self._num_calls[index] = first + len(piece.calls)
         return {**delta, "content": piece.content} if piece.content or not delta else delta
 
-    def _details(self, index: int, completion: Completion, is_first: bool, is_whole: bool = False) -> dict[str, Any]:
+    def _details(self, index: int, completion: Completion, is_first: bool) -> dict[str, Any]:
         runs = [[version, len(list(run))] for version, run in itertools.groupby(completion.versions)]
         details: dict[str, Any] = {"logprobs": None, "weight_versions": runs}
         if self.request.logprobs is not None:
             if self.request.is_chat:
                 details["logprobs"] = {"content": self._exchange.logprob_entries(completion), "refusal": None}
             else:
-                details["logprobs"] = self._logprobs(completion, index // self.n, is_whole)
+                details["logprobs"] = self._logprobs(completion)
         if self.request.return_token_ids:
             details["token_ids"] = completion.tokens
             details["policy_logps"], details["sampler_logps"] = completion.policy_logps, completion.sampler_logps
@@ -125,52 +110,12 @@ class ResponseBuilder:
                 details["prompt_token_ids"] = self.prompts[index // self.n]
         return details
 
-    def _logprobs(self, completion: Completion, prompt: int, is_whole: bool) -> dict[str, Any]:
-        echo = self._prompt_part(prompt) if self.prompt_texts else None
-        first, offsets = (
-            0 if echo is None else sum(map(len, map(self._exchange.token_texts.text, self.prompts[prompt]))),
-            [],
-        )
-        for token in completion.tokens:
-            offsets.append(first + completion.num_characters)
-            completion.num_characters += len(self._exchange.token_texts.text(token))
-        part = {
-            "tokens": [self._exchange.token_name(token) for token in completion.tokens],
+    def _logprobs(self, completion: Completion) -> dict[str, Any]:
+        return {
+            "tokens": [self._exchange.token_texts.text(token) for token in completion.tokens],
             "token_logprobs": completion.policy_logps,
             "top_logprobs": self._top_logprobs(completion) if self.request.logprobs else None,
-            "text_offset": offsets,
         }
-        if echo is None or not is_whole:
-            return part
-        return {name: None if values is None else [*echo[name], *values] for name, values in part.items()}
-
-    def _prompt_part(self, prompt: int) -> dict[str, Any]:
-        """Returns the log-probs of an echoed prompt, whose first token has none."""
-        tokens, logps = self.prompts[prompt], self._exchange.prompt_logps[prompt]
-        texts = [self._exchange.token_texts.text(token) for token in tokens]
-        offsets = list(itertools.accumulate(map(len, texts[:-1]), initial=0))
-        num = self.request.logprobs or 0
-        scored = Completion(tokens[1:], logps.logps, alternatives=[each[:num] for each in logps.alternatives])
-        return {
-            "tokens": [self._exchange.token_name(token) for token in tokens],
-            "token_logprobs": [None, *logps.logps],
-            "top_logprobs": [None, *self._top_logprobs(scored)] if num else None,
-            "text_offset": offsets,
-        }
-
-    def _prompt_logprobs(self, prompt: int) -> list[dict[str, Any] | None]:
-        """Returns the log-probs of a prompt as vLLM does: by token id, with ranks."""
-        found: list[dict[str, Any] | None] = [None]
-        logps, num = self._exchange.prompt_logps[prompt], self.request.prompt_logprobs or 0
-        each = zip(self.prompts[prompt][1:], logps.logps, logps.ranks, logps.alternatives, strict=True)
-        for token, logp, rank, pairs in each:
-            ranked = [(token, logp, rank), *((*pair, place) for place, pair in enumerate(pairs[:num], 1))]
-            entries = {
-                str(token): {"logprob": logp, "rank": rank, "decoded_token": self._exchange.token_texts.text(token)}
-                for token, logp, rank in ranked
-            }
-            found.append({**entries, str(token): {**entries[str(token)], "rank": rank}})
-        return found
 
     def _top_logprobs(self, completion: Completion) -> list[dict[str, float]]:
         """Returns the likeliest alternatives of each token, and the token itself."""
@@ -181,7 +126,7 @@ class ResponseBuilder:
             top: dict[str, float] = {}
             for other, value in pairs if is_included else [*pairs, (token, logp)]:
                 # several tokens may have one text; the token itself has the same log-prob in both places
-                top.setdefault(self._exchange.token_name(other), logp if other == token else value)
+                top.setdefault(self._exchange.token_texts.text(other), logp if other == token else value)
             tops.append(top)
         return tops
 

@@ -30,17 +30,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
     "include": ([], ["reasoning.encrypted_content"]),
-    "max_tool_calls": (),
-    "moderation": (),
     "previous_response_id": (),
-    "prompt": (),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-HINTS: dict[str, str] = dict.fromkeys(("conversation", "previous_response_id"), "send the whole conversation as input")
-HINTS |= dict.fromkeys(
-    ("include", "top_logprobs"), "chat completions have log-probs, and return_token_ids gives them here"
-)
 ECHOED = (
     *("instructions", "metadata", "max_output_tokens", "reasoning", "text", "tool_choice", "tools", "truncation"),
     "user",
@@ -138,7 +131,7 @@ def parse(body: bytes) -> Incoming:
     given, chat = chat_fields(body, SAME, [*OWN, *IGNORED, *UNSUPPORTED])
     for name in given.keys() & UNSUPPORTED.keys():
         if given[name] not in UNSUPPORTED[name]:
-            hint = f"; {HINTS[name]}" if name in HINTS else ""
+            hint = "; send the whole conversation as input" if name in ("conversation", "previous_response_id") else ""
             raise ApiError(400, f"{name}={short(given[name])} is not supported{hint}", name, "unsupported_value")
     chat |= {"messages": _conversation(given), **_tool_fields(given), **_format_fields(given.get("text", {}))}
     if "max_output_tokens" in given:

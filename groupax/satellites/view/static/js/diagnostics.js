@@ -13,7 +13,7 @@ const FRAME = /^\s*File "(.*)", line \d+/;
 const OF_OTHERS = /^<frozen|[\\/](?:site-packages|dist-packages|lib[\\/]python3[^\\/]*)[\\/]|[\\/]groupax[\\/](?:data|environments|episodes|evaluation|rewards|rollouts|tools)[\\/]/i;
 
 /** Sorts diagnostics by severity, then by step. */
-export function bySeverity(diagnostics) {
+function bySeverity(diagnostics) {
   return [...diagnostics].sort((a, b) => ORDER.indexOf(a.severity) - ORDER.indexOf(b.severity) || (a.step ?? 0) - (b.step ?? 0));
 }
 

@@ -51,7 +51,7 @@ export class Chat {
     const text = el("div", { class: "turn-text" }, this.words(part));
     this.texts.set(part.turn, { part, text });
     return el("li", { class: "said" },
-      el("b", {}, `assistant · turn ${part.turn + 1}`, this.reward(part), part.advantage !== null && el("span", { class: "facts" }, ` advantage ${shown(part.advantage, 3)}`)),
+      el("b", {}, `assistant · turn ${part.turn + 1}`, this.reward(part)),
       text,
       part.calls.map((call, number) => this.call(call, part.turn, number)));
   }

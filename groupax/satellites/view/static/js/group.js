@@ -227,7 +227,6 @@ export class Group {
       const found = await ask("tokens", { ...where, channel });
       if (this.where !== where || this.channel !== channel) return;
       if (found.fault) this.legend.append(el("small", { class: "hint" }, visible(found.fault)));
-      this.largest = kind === "push" ? Math.max(0, ...Object.values(found.rows).flatMap((row) => row.values.map((value) => Math.abs(value ?? 0)))) : null;
       for (const [sample, row] of Object.entries(found.rows)) this.shadeCard(Number(sample), row, kind, found.fault);
     } catch (error) {
       this.legend.append(el("small", { class: "hint", role: "alert" }, visible(error.message)));
@@ -272,7 +271,7 @@ export class Group {
     return el("pre", {
       class: "text", data: { sample: String(sample) }, tabindex: "0", role: "group",
       "aria-label": `Tokens of completion ${sample}; arrow keys read them`, on: { keydown: (event) => this.walk(event, sample) },
-    }, shadedTokens(row, kind, start, end, this.largest));
+    }, shadedTokens(row, kind, start, end));
   }
 
   readToken(event) {

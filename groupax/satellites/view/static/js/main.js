@@ -11,14 +11,14 @@ import { RunsTable } from "./runs_table.js";
 import { Rollouts } from "./rollouts.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
-import { Timeline } from "./timeline.js";
+import { Time } from "./time.js";
 import { address, app, go, place, takeRuns, unread } from "./state.js";
 
 const VIEWS = {
   overview: ["Overview", Overview],
   runs: ["Runs", RunsTable],
   curves: ["Curves", Curves],
-  time: ["Time", Timeline],
+  time: ["Time", Time],
   rollouts: ["Rollouts", Rollouts],
   prompts: ["Prompts", Prompts],
   evaluations: ["Evaluations", Evaluations],

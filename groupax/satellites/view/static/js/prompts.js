@@ -44,7 +44,7 @@ export class Prompts {
       if (key) this.showPrompt(found);
       else this.showPrompts(found.prompts);
       drawn();
-      if (this.isReading(found.progress)) this.timer = setTimeout(() => this.read(), 700);
+      if (this.isReading(found.progress)) this.timer = setTimeout(() => this.read(), 100);
     } catch (error) {
       if (!this.closed && this.parameters === parameters) fill(this.body, failure(error, () => this.read()));
     }

@@ -4,11 +4,9 @@ import { ask } from "./api.js";
 import { debounced, drawn, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
 import { Group } from "./group.js";
 import { RunChoice } from "./runs.js";
-import { download } from "./saving.js";
 import { SearchAll } from "./search_all.js";
 import { go, oneRun } from "./state.js";
 import { Strip } from "./strip.js";
-import { Why } from "./why.js";
 
 const FILTERS = {
   all: ["all groups", () => true],
@@ -42,8 +40,6 @@ export class Rollouts {
     this.detail = el("div", { class: "detail" });
     this.group = new Group(this.detail);
     this.searchAll = new SearchAll((link) => this.follow(link));
-    this.why = new Why((prompt, sample) => this.goTo({ prompt, sample, why: null }));
-    this.showsWhy = false; // whether what the step's update was made of replaces the group
     this.summary = el("p", { class: "summary", role: "status" });
     this.tools = el("div", { class: "toolbar" });
     this.strips = [["Reward", (group) => group.totals], ["Tokens", (group) => group.lengths]].map(([label, valuesOf]) => new Strip(label, valuesOf, () => this.setList({})));
@@ -78,18 +74,11 @@ export class Rollouts {
         this.number,
         el("button", { type: "button", "aria-label": "Next step", title: "→", on: { click: () => this.move(1) } }, "›"),
         el("button", { type: "button", title: "Newest step (End)", on: { click: () => this.move(Infinity) } }, "Newest"),
-        this.slider, this.count,
-        this.whyButton = el("button", { type: "button", title: "What this step's update was made of", "aria-pressed": "false", on: { click: () => this.goTo({ why: this.showsWhy ? null : 1 }) } }, "Why"),
-        el("button", { type: "button", class: "quiet", title: "Save the rollouts of this step, with full texts, as JSON Lines", on: { click: () => this.save() } }, "Save")),
+        this.slider, this.count),
       select("Show", Object.entries(FILTERS).map(([key, [text]]) => [key, text]), this.filter, (value) => this.setList({ filter: value }), "filter"),
       select("Order", Object.entries(ORDERS).map(([key, [text]]) => [key, text]), this.sort, (value) => this.setList({ sort: value }), "sort"),
       el("div", { class: "joined" }, this.search, this.all),
     );
-  }
-
-  save() {
-    const asked = new URLSearchParams({ run: this.run, min_step: this.step, max_step: this.step });
-    download(`/api/export?${asked}`, `step_${this.step}.jsonl`);
   }
 
   /** The address has changed. */
@@ -106,9 +95,7 @@ export class Rollouts {
     try {
       if (!(await this.readSteps()) || !this.steps.length) return;
       const step = this.nearest("step" in parameters ? Number(parameters.step) : Infinity);
-      const isNew = this.run !== this.shownRun || step !== this.step || this.showsWhy !== ("why" in parameters);
-      this.showsWhy = "why" in parameters;
-      this.whyButton.setAttribute("aria-pressed", String(this.showsWhy));
+      const isNew = this.run !== this.shownRun || step !== this.step;
       this.step = step;
       this.shownRun = this.run;
       this.number.value = String(step);
@@ -179,8 +166,7 @@ export class Rollouts {
     this.list.replaceChildren();
     this.addItems();
     if (this.showsHits) return;
-    if (this.showsWhy) this.openWhy();
-    else if (this.shown.length) this.open(keeps);
+    if (this.shown.length) this.open(keeps);
     else {
       this.group.leave();
       fill(this.detail, empty("No matching group", "No group of this step matches the filters and the search.", el("button", { type: "button", on: { click: () => this.clear() } }, "Show all groups")));
@@ -214,16 +200,8 @@ export class Rollouts {
       el("div", { class: "squares", "aria-hidden": "true" }, squares));
   }
 
-  openWhy() {
-    this.group.leave();
-    fill(this.detail, this.why.root);
-    this.why.show(this.run, this.step);
-  }
-
   /** Show the group that the address names, or the first of the list; with `keeps` the one that is open, if it is listed. */
   open(keeps = false) {
-    if (this.showsWhy) return;
-    this.why.leave();
     const named = "prompt" in this.parameters ? Number(this.parameters.prompt) : null;
     const wanted = keeps && this.shown.some((group) => this.group.shows(group.prompt_index)) ? this.prompt : named;
     const chosen = this.shown.find((group) => group.prompt_index === wanted) ?? this.shown[0];
@@ -239,8 +217,7 @@ export class Rollouts {
   }
 
   goTo(change) {
-    const target = { run: this.run, step: this.step, prompt: this.prompt, why: this.showsWhy && !("prompt" in change && change.prompt !== null) ? 1 : null, ...change };
-    go("rollouts", target, true);
+    go("rollouts", { run: this.run, step: this.step, prompt: this.prompt, ...change }, true);
   }
 
   move(by) {

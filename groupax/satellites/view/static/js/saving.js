@@ -1,4 +1,4 @@
-// What is saved from a chart: its picture, and files that the server writes.
+// The picture that is saved of a chart.
 
 import { visible } from "./dom.js";
 import { cssVariable } from "./state.js";
@@ -6,11 +6,6 @@ import { cssVariable } from "./state.js";
 const FONT = "system-ui, sans-serif";
 const MARGIN = 12;
 const ROW = 18; // height of a row of the legend
-
-/** Saves what is at an address as a file. */
-export function download(address, name) {
-  Object.assign(document.createElement("a"), { href: address, download: name }).click();
-}
 
 /**
  * Saves a chart as PNG, with its title and its legend, in the colours of the page.
@@ -48,7 +43,7 @@ export function savePicture(drawn, title, entries) {
   }
   canvas.toBlob((blob) => {
     const address = URL.createObjectURL(blob);
-    download(address, `${title.replace(/[^\p{L}\p{N}@.-]+/gu, "_")}.png`);
+    Object.assign(document.createElement("a"), { href: address, download: `${title.replace(/[^\p{L}\p{N}@.-]+/gu, "_")}.png` }).click();
     setTimeout(() => URL.revokeObjectURL(address), 10_000);
   });
 }

@@ -1,4 +1,4 @@
-// The search in all steps of a run: conditions, hits page by page, and their export.
+// The search in all steps of a run: conditions, and hits page by page.
 
 import { ask } from "./api.js";
 import { el, fill, plural, select, shown, visible } from "./dom.js";
@@ -101,14 +101,12 @@ export class SearchAll {
   }
 
   layOutActions() {
-    const known = Object.entries(this.question()).filter(([, value]) => value !== "" && value !== undefined);
     fill(this.actions,
       !this.isEnd && this.numSearched > 0 && el("button", { type: "button", on: { click: () => this.more(NUM_HITS) } }, "Search further"),
       this.found.length > 1 && select(this.isEnd ? "Order" : "Order of the hits so far", Object.entries(ORDERS).map(([key, [text]]) => [key, text]), this.order, (order) => {
         this.order = order;
         this.sort();
-      }, "hits-order"),
-      this.found.length > 0 && el("a", { class: "button", href: `/api/export?${new URLSearchParams(known)}`, download: "rollouts.jsonl", title: "All matching completions of all steps, with full texts" }, "Export as JSON Lines"));
+      }, "hits-order"));
   }
 
   hit(hit) {

@@ -1,23 +1,17 @@
-"""The sql recipe: a small model learns to answer questions by queries to an SQLite database. Imports no jax.
+"""Questions about an SQLite database, on which the embedded model of agents is pretrained.
 
 Every episode has a database of its own, in memory, with a table `fruits(name, colour, price)`. The model writes queries
-through a tool, which may read for a limited time, and is rewarded for the right answer. Rows of another source have the
-columns `question`, `query` (one that finds the answer) and, if need be, `seed`, which determines the table.
+through a tool, which may read for a limited time.
 """
 
 import random
 import sqlite3
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from groupax.data.examples import Example
-from groupax.recipes.recipe import make_recipe
 from groupax.tools.tool import Step, tool
 
-NUM_TRAIN = 4096
-NUM_HELD_OUT = 250
 QUERY_S = 1.0  # time limit of a query
 PROGRESS_STEPS = 1000  # instructions of SQLite's virtual machine between looks at the clock
 MAX_ROWS = 10  # of a result
@@ -99,20 +93,6 @@ def problems(num: int, seed: int) -> list[dict[str, Any]]:
         table = rng.randrange(2**31)
         question, query = rng.choice(QUESTIONS)
         words = {"name": rng.choice(fruits(table))[0], "colour": rng.choice(COLOURS)}
-        rows.append(example({"question": question.format(**words), "query": query.format(**words), "seed": table}))
+        prompt = [{"role": "user", "content": question.format(**words)}]
+        rows.append({"prompt": prompt, "query": query.format(**words), "seed": table})
     return rows
-
-
-def example(row: Example) -> dict[str, Any]:
-    """Returns a row with the prompt, the query and the seed of the table."""
-    if not row.get("question") or not row.get("query"):
-        raise ValueError(f"it needs the columns question and query, it has {', '.join(row)}")
-    prompt = [{"role": "user", "content": row["question"]}]
-    return {"prompt": prompt, "query": row["query"], "seed": int(row.get("seed") or 0)}
-
-
-RECIPE = make_recipe(
-    Path(__file__).with_suffix(".yaml"),
-    example,
-    {"train": lambda: problems(NUM_TRAIN, seed=1), "eval": lambda: problems(NUM_HELD_OUT, seed=0)},
-)

@@ -1,7 +1,5 @@
-"""Credit of turns, rewards per turn and the leave-one-out baseline: exact gradients, and episodes that count once."""
+"""Rewards per turn, episodes that are left out, and the leave-one-out baseline of RLOO."""
 
-import itertools
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +12,7 @@ import pytest
 from groupax.compat import trl
 from groupax.core.settings.objective import ObjectiveSettings
 from groupax.core.settings.rollouts import RewardSettings
-from groupax.core.types import FAILURES, Rollout, Turn
+from groupax.core.types import FAILURES
 from groupax.events import RolloutScored, StepEnded
 from groupax.objective.advantages import (
     find_advantage_estimator,
@@ -23,110 +21,17 @@ from groupax.objective.advantages import (
 )
 from groupax.objective.aggregation import Denominators
 from groupax.objective.losses import LossInputs, policy_objective
-from groupax.objective.turn_credit import return_advantages
-from groupax.rewards.contract import checked_scores, reward_matrix, turn_reward_matrices
+from groupax.rewards.contract import checked_scores, reward_matrix
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
 from groupax.rollouts.completions import completion_metrics, episode_metrics, reward_metrics
-from groupax.rollouts.state import row_of
 from tests.compat.conftest import folder  # noqa: F401 - a fixture
 from tests.episodes.test_episodes import Conversation, train
 from tests.episodes.test_turns import an_episode, one_turn
 from tests.training.test_trainer import PROMPTS, a_trainer, trained
 
-# A game of one or two turns: at first the model ends it, or goes to one of two places, where it has two choices. Each
-# episode has its actions, as indices into the logits of its states, and a reward for each turn.
-GAME = [
-    (((0, 3),), (0.3,)),
-    (((1, 3), (0, 2)), (1.0, -0.7)),
-    (((1, 3), (1, 2)), (1.0, 2.0)),
-    (((2, 3), (0, 2)), (-0.5, 0.4)),
-    (((2, 3), (1, 2)), (-0.5, 1.9)),
-]
-STATES = [(0,), (0, 1), (0, 1), (0, 2), (0, 2)]  # which of the policies below acts in each turn
-LOGITS = [np.array([0.4, -0.3, 0.1]), np.array([0.2, -0.9]), np.array([-0.5, 0.6])]
-SIZES = [0, 3, 5, 7]
-
-
-def log_policy(logits):
-    """The probabilities of the episodes, and the gradient of each turn's log-prob by all logits."""
-    soft = [np.exp(z) / np.exp(z).sum() for z in logits]
-    probabilities, slopes = [], []
-    for (actions, _), states in zip(GAME, STATES, strict=True):
-        probabilities.append(np.prod([soft[s][a] for s, (a, _) in zip(states, actions, strict=True)]))
-        own = np.zeros((len(actions), SIZES[-1]))
-        for t, (s, (a, n)) in enumerate(zip(states, actions, strict=True)):
-            own[t, SIZES[s] : SIZES[s + 1]] = np.eye(n)[a] - soft[s]
-        slopes.append(own)
-    return np.array(probabilities), slopes
-
-
-def exact_gradient(discount=1.0):
-    """Sum over episodes and turns of p times the discounted rewards from the turn on times grad log pi of the turn."""
-    probabilities, slopes = log_policy(LOGITS)
-    total = np.zeros(SIZES[-1])
-    for p, slope, (_, rewards) in zip(probabilities, slopes, GAME, strict=True):
-        for t in range(len(rewards)):
-            total += p * sum(discount ** (u - t) * rewards[u] for u in range(t, len(rewards))) * slope[t]
-    return total
-
-
-@pytest.mark.parametrize("discount", [1.0, 0.6])
-def test_the_gradient_of_the_loss_is_the_exact_policy_gradient(discount):
-    def episode(index, sample):
-        num_turns, end = len(GAME[index][1]), 2 * len(GAME[index][1]) - 1
-        ids, mask = np.zeros(end, np.int32), np.arange(end) % 2 == 0  # a token for each turn, one of the environment
-        turns = tuple(Turn(2 * t, 2 * t + 1, "", rewards={"r": GAME[index][1][t]}) for t in range(num_turns))
-        zeros, rewards = np.zeros(end, np.float32), {"r": sum(GAME[index][1])}
-        given = {"prompt": ""}, ids[:1], ids, zeros, zeros, "done", 0, ""
-        return Rollout(0, sample, *given, rewards=rewards, mask=mask, turns=turns)
-
-    G, T = 3, 3
-    settings = ObjectiveSettings(loss_type="dr_grpo", max_completion_length=T)
-    groups = list(itertools.product(range(len(GAME)), repeat=G))
-    advantages, masks = np.zeros((2, len(groups), G, T))
-    for number, group in enumerate(groups):
-        rollouts = [episode(index, sample) for sample, index in enumerate(group)]
-        found = return_advantages(turn_reward_matrices(["r"], rollouts), np.ones(1), G, "none", discount)
-        for i, (rollout, turns) in enumerate(zip(rollouts, found.turns, strict=True)):
-            row = row_of(replace(rollout, turn_advantages=tuple(turns.tolist())), 0, (), False)
-            advantages[number, i, : len(row.mask)], masks[number, i, : len(row.mask)] = row.advantages, row.mask
-
-    def loss(logits, group, A, mask):
-        table = jnp.zeros((len(GAME), T))  # log-probs of the tokens of each episode
-        logps = [jax.nn.log_softmax(z) for z in logits]
-        for index, ((actions, _), states) in enumerate(zip(GAME, STATES, strict=True)):
-            for t, (state, (action, _)) in enumerate(zip(states, actions, strict=True)):
-                table = table.at[index, 2 * t].set(logps[state][action])
-        logp, zeros = table[group], jnp.zeros((G, T))
-        counts = Denominators(jnp.float32(G), jnp.float32(1))
-        return policy_objective(logp, zeros, LossInputs(A, mask, zeros), counts, settings)[0]
-
-    logits = [jnp.asarray(z, jnp.float32) for z in LOGITS]
-    given = jnp.asarray(groups), jnp.asarray(advantages, jnp.float32), jnp.asarray(masks > 0)
-    slopes = jax.jit(jax.vmap(jax.grad(loss), (None, 0, 0, 0)))(logits, *given)
-    weights = np.array([np.prod(log_policy(LOGITS)[0][list(group)]) for group in groups])
-    # dr_grpo divides by the longest completion
-    mean = -T * np.concatenate([np.einsum("n,nz->z", weights, np.asarray(slope, np.float64)) for slope in slopes])
-    np.testing.assert_allclose(mean, exact_gradient(discount), atol=1e-6)
-
-
-def rows_of(*rewards):
-    return [np.array(row, np.float64).reshape(len(row), -1) for row in rewards]
-
-
-def test_a_group_teaches_something_if_its_turns_differ():
-    found = return_advantages(rows_of([1, 0], [0, 1]), np.ones(1), 2)
-    assert not found.zero_std[0]
-    np.testing.assert_allclose(found.turns, [[0, -2], [0, 2]], rtol=1e-3)
-    for nothing in (rows_of([0.1, 0.2], [0.1, 0.2]), rows_of([0.1], [0.1]), rows_of([3], [np.nan])):
-        for scale in ("group", "batch", "none"):
-            found = return_advantages(nothing, np.ones(1), 2, scale)
-            assert found.zero_std.tolist() == [True]
-            assert not np.concatenate(found.turns).any()
-
-
-EPISODES = [(1, 2.5), (0.5,), (0, 0, 1.5), (2, 1), (0, 3), (1.25,)]  # rewards per turn of two groups of three
+NAN = float("nan")
+EPISODES = [3.5, 0.5, 1.5, 3.0, 3.0, 1.25]  # rewards of two groups of three
 
 
 @pytest.mark.parametrize(
@@ -137,38 +42,24 @@ EPISODES = [(1, 2.5), (0.5,), (0, 0, 1.5), (2, 1), (0, 3), (1.25,)]  # rewards p
         {"scale": "none"},
         {"aggregation": "normalize_then_sum"},
         {"estimator": rloo},
-        {"credit": "returns", "scale": "group"},
-        {"credit": "returns", "scale": "batch"},
-        {"credit": "returns", "scale": "none", "discount": 0.9},
     ],
     ids=lambda changes: str({name: getattr(value, "__name__", value) for name, value in changes.items()}),
 )
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_an_episode_that_is_left_out_leaves_the_others_as_if_it_had_never_been(settings):
     def advantages(episodes, G):
-        rows, weights = rows_of(*episodes), np.ones(1)
-        if "credit" in settings:
-            given = {name: value for name, value in settings.items() if name != "credit"}
-            found = return_advantages(rows, weights, G, **given)
-            return found, np.concatenate(found.turns)
-        totals = np.array([row.sum(axis=0) for row in rows])
-        found = group_advantages(totals, weights, G, **settings)
-        return found, found.values
+        return group_advantages(np.array(episodes)[:, None], np.ones(1), G, **settings)
 
-    without, expected = advantages(EPISODES, 3)
-    missing = (np.nan, np.nan)
-    found, values = advantages([*EPISODES[:2], missing, *EPISODES[2:5], missing, EPISODES[5]], 4)
-    num_turns = [
-        1 if found.turns is None else len(row) for row in (*EPISODES[:2], missing, *EPISODES[2:5], missing, (0,))
-    ]
-    is_missing = np.repeat(np.arange(8) % 4 == 2, num_turns)
-    np.testing.assert_allclose(values[~is_missing], expected, rtol=1e-12)
-    assert not values[is_missing].any()
+    without = advantages(EPISODES, 3)
+    found = advantages([*EPISODES[:2], NAN, *EPISODES[2:5], NAN, EPISODES[5]], 4)
+    is_missing = np.arange(8) % 4 == 2
+    np.testing.assert_allclose(found.values[~is_missing], without.values, rtol=1e-12)
+    assert not found.values[is_missing].any()
     np.testing.assert_allclose(found.group_std, without.group_std)
     assert np.isnan(found.rewards).tolist() == [False, False, True, False] * 2
-    single, values = advantages([(1, 2), missing, missing], 3)
+    single = advantages([3.0, NAN, NAN], 3)
     assert single.zero_std.tolist() == [True]
-    assert "estimator" in settings or not values.any()
+    assert "estimator" in settings or not single.values.any()
 
 
 def test_failures_count_in_no_metric_but_their_own():
@@ -202,8 +93,8 @@ def scored_by(functions, rollouts, **settings):
 
 @pytest.mark.parametrize("settings", [{}, {"reward_scope": "rollout"}])
 def test_a_reward_function_may_return_a_list_for_the_turns_of_a_completion(settings):
-    def one(completion, turns):
-        return [0.5] * len(turns) if len(turns) > 1 else 3
+    def one(turns):
+        return [[0.5] * len(own) if len(own) > 1 else 3 for own in turns]
 
     def whole(completions):
         return [1.0, None]
@@ -219,10 +110,6 @@ def test_a_reward_function_may_return_a_list_for_the_turns_of_a_completion(setti
         {"turns_judged": 1.0, "one": 0.5},
     ]
     names = ["turns_judged", "one", "whole"]
-    first, second = turn_reward_matrices(names, group)
-    assert first.tolist() == [[0, 0.5, 0], [1, 0.5, 0], [1, 0.5, 1]]
-    assert second[0, :2].tolist() == [0, 3]
-    assert np.isnan(second[0, 2])
     # once per completion, not once per turn
     matrix = reward_matrix(names, group)
     metrics = reward_metrics(names, matrix, group_advantages(matrix, np.ones(3), 2))
@@ -247,40 +134,6 @@ def test_a_list_of_rewards_that_does_not_fit_the_turns_is_a_failure():
 
 
 # -- runs
-
-
-@pytest.mark.heavy
-def test_training_by_returns_gives_each_turn_its_own_advantage(tmp_path):
-    def brief(turns):
-        return [[-len(turn.text) / 40 for turn in own] for own in turns]
-
-    lines, _ = train(
-        tmp_path / "run",
-        reward_funcs=brief,
-        turn_credit="returns",
-        turn_discount=0.9,
-        scale_rewards="none",
-        filter_zero_variance=True,
-        mask_truncated_completions=["length", "turn_length"],
-        max_steps=2,
-    )
-    rows = pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / "step_000001.parquet").to_pylist()
-    turns = [json.loads(row["turns"]) for row in rows]
-    names = ["brief", "Conversation"]
-    given = [np.array([[turn["rewards"][name] for name in names] for turn in own]) for own in turns]
-    expected = return_advantages(given[:8], np.ones(2), 4, "none", 0.9)
-    for row, own, matrix, values in zip(rows, turns, given, expected.turns, strict=False):
-        np.testing.assert_allclose(row["turn_advantages"], values, rtol=1e-5)
-        assert row["advantage"] == pytest.approx(values[0], rel=1e-5)
-        np.testing.assert_allclose([row["rewards/brief"], row["rewards/Conversation"]], matrix.sum(axis=0))
-        assert [turn["reward"] for turn in own] == matrix[:, 1].tolist()
-    assert len({len(own) for own in turns}) > 1
-    assert lines[0]["reward"] == pytest.approx(np.mean([matrix.sum() for matrix in given]), rel=1e-6)
-    masked = [row["finish_reason"] in ("length", "turn_length") for row in rows]
-    assert 0 < sum(masked[:8]) < 8
-    sampled = [sum(row["mask"]) for row in rows]
-    assert lines[0]["loss_tokens"] == sum(n for n, is_masked in zip(sampled[:8], masked, strict=False) if not is_masked)
-    assert sum(value for name, value in lines[0].items() if name.startswith("stop/")) == pytest.approx(1)
 
 
 class Flaky(Conversation):
@@ -323,9 +176,6 @@ def test_a_run_goes_on_without_the_episodes_whose_environments_fail(tmp_path):
 # -- the leave-one-out baseline
 
 
-NAN = float("nan")
-
-
 def test_a_completion_is_compared_with_the_others_of_its_group():
     rewards = np.array([[1.0, 0.0], [2.0, NAN], [4.0, 3.0], [NAN, NAN], [5.0, NAN], [5.0, NAN], [5.0, 9.0], [NAN, NAN]])
     weights = np.array([1.0, 0.5])
@@ -343,7 +193,7 @@ def test_a_completion_is_compared_with_the_others_of_its_group():
 def test_the_kl_of_a_completion_is_subtracted_from_its_reward(tmp_path):
     seen = []
     settings = {"use_kl_in_reward": True, "beta": 0.5, "advantage_estimator": "rloo", "max_steps": 2}
-    trainer = a_trainer(tmp_path, reward_clip_range=(0.0, 0.2), weight_distribution_log_steps=0, **settings)
+    trainer = a_trainer(tmp_path, reward_clip_range=(0.0, 0.2), **settings)
     trainer.listeners = [lambda event: seen.append(event) if isinstance(event, RolloutScored) else None]
     trainer.train()
     groups, metrics = seen[-1].groups, seen[-1].metrics

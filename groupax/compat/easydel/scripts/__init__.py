@@ -1,1 +1,0 @@
-"""Training programs with the flags of EasyDeL's scripts."""

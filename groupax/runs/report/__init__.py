@@ -1,1 +1,0 @@
-"""A report of a run from the files in its folder: `groupax report`. Imports no jax."""
