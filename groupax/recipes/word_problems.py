@@ -6,6 +6,7 @@ problem show the form of an answer. Rows of another source have the columns `que
 """
 
 import itertools
+import operator
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -40,38 +41,24 @@ class Template:
     """A situation with a question, and the answer as a function of its numbers, which are from 2 to `largest`."""
 
     text: str
-    answer: Callable[[int, int, int], float]
+    answer: Callable[..., float]
     largest: int = 12
-
-
-def _sum(a: int, b: int, _: int) -> float:
-    return a + b
-
-
-def _difference(a: int, b: int, _: int) -> float:
-    return a - b
-
-
-def _product(a: int, b: int, _: int) -> float:
-    return a * b
-
-
-def _quotient(a: int, b: int, _: int) -> float:
-    return a / b
 
 
 TEMPLATES = {
     "train": (
-        Template("{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?", _sum),
-        Template("{name} had {a} {things} and gave {b} of them away. How many {things} are left?", _difference, 20),
-        Template("A box holds {a} {things}. How many {things} are in {b} boxes?", _product, 9),
-        Template("{name} shares {a} {things} equally among {b} children. How many does each child get?", _quotient, 20),
-        Template("There are {a} red and {b} blue {things}. How many {things} are there?", _sum),
-        Template("A shop had {a} {things} and sold {b}. How many {things} does it still have?", _difference, 20),
-        Template("{name} is {a} years old. How old will {name} be in {b} years?", _sum),
-        Template("A ticket costs {a} dollars. How many dollars do {b} tickets cost?", _product, 9),
-        Template("{name} walks {a} miles every day. How many miles does {name} walk in {b} days?", _product, 9),
-        Template("A book has {a} pages, and {name} read {b} of them. How many pages are left?", _difference, 20),
+        Template("{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?", operator.add),
+        Template("{name} had {a} {things} and gave {b} of them away. How many {things} are left?", operator.sub, 20),
+        Template("A box holds {a} {things}. How many {things} are in {b} boxes?", operator.mul, 9),
+        Template(
+            "{name} shares {a} {things} equally among {b} children. How many does each child get?", operator.truediv, 20
+        ),
+        Template("There are {a} red and {b} blue {things}. How many {things} are there?", operator.add),
+        Template("A shop had {a} {things} and sold {b}. How many {things} does it still have?", operator.sub, 20),
+        Template("{name} is {a} years old. How old will {name} be in {b} years?", operator.add),
+        Template("A ticket costs {a} dollars. How many dollars do {b} tickets cost?", operator.mul, 9),
+        Template("{name} walks {a} miles every day. How many miles does {name} walk in {b} days?", operator.mul, 9),
+        Template("A book has {a} pages, and {name} read {b} of them. How many pages are left?", operator.sub, 20),
         Template(
             "{name} has {a} {things}, buys {b} more and loses {c}. How many {things} does {name} have now?",
             lambda a, b, c: a + b - c,
@@ -90,10 +77,16 @@ TEMPLATES = {
         ),
     ),
     "held_out": (
-        Template("{name} found {a} {things} on Monday and {b} on Tuesday. How many {things} is that in total?", _sum),
-        Template("A jar contained {a} {things} until {name} took {b}. How many {things} remain?", _difference, 20),
-        Template("A garden has {a} rows with {b} plants in each row. How many plants are in the garden?", _product, 9),
-        Template("{a} {things} are put into {b} equal groups. How many {things} are in each group?", _quotient, 20),
+        Template(
+            "{name} found {a} {things} on Monday and {b} on Tuesday. How many {things} is that in total?", operator.add
+        ),
+        Template("A jar contained {a} {things} until {name} took {b}. How many {things} remain?", operator.sub, 20),
+        Template(
+            "A garden has {a} rows with {b} plants in each row. How many plants are in the garden?", operator.mul, 9
+        ),
+        Template(
+            "{a} {things} are put into {b} equal groups. How many {things} are in each group?", operator.truediv, 20
+        ),
         Template(
             "A train travels {a} miles, then {b} miles and then {c} miles. How many miles is that in total?",
             lambda a, b, c: a + b + c,
@@ -106,21 +99,19 @@ TEMPLATES = {
     ),
 }
 EQUATION = re.compile(r"(\d+) *([-+*x×/÷]) *(\d+) *= *(\d+)")
-OPERATORS: dict[str, Callable[[int, int], float]] = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    **dict.fromkeys("*x×", lambda a, b: a * b),
-    **dict.fromkeys("/÷", lambda a, b: a / b if b else -1.0),
-}
+OPERATORS = {"+": operator.add, "-": operator.sub} | dict.fromkeys("*x×", operator.mul)
 
 
 def sound_calculation(completions: Sequence[Any]) -> list[float]:
     """Returns 1 for a completion with at least one equation, such as `6 + 3 = 9`, if all of them are true, else 0."""
+
+    def is_true(a: str, sign: str, b: str, c: str) -> bool:
+        if sign in "/÷":
+            return int(b) > 0 and int(a) == int(b) * int(c)
+        return OPERATORS[sign](int(a), int(b)) == int(c)
+
     equations = [EQUATION.findall(completion_text(completion)) for completion in completions]
-    return [
-        float(bool(found) and all(OPERATORS[sign](int(a), int(b)) == int(c) for a, sign, b, c in found))
-        for found in equations
-    ]
+    return [float(bool(found) and all(is_true(*each) for each in found)) for found in equations]
 
 
 def generate(num: int, seed: int, split: Split = "train") -> list[dict[str, str]]:
@@ -137,7 +128,7 @@ def _problems(rng: random.Random, split: Split) -> Iterator[dict[str, str]]:
     while True:
         template = rng.choice(TEMPLATES[split])
         a, b, c = (rng.randint(2, template.largest) for _ in range(3))
-        answer = template.answer(a, b, c)
+        answer = template.answer(a, b, c) if "{c}" in template.text else template.answer(a, b)
         if answer > 0 and answer == int(answer):
             name, things = rng.choice(NAMES[split]), rng.choice(THINGS[split])
             text = template.text.format(name=name, things=things, a=a, b=b, c=c)
