@@ -47,7 +47,7 @@ class Kind:
         arguments: What may stand there.
         score: Takes an answer and the argument, and returns from 0 to 1 how well the answer follows the instruction.
         is_marked: Whether such an answer ends with a mark of its own, instead of that of a sentence.
-        task: What is to be written, before the instruction.
+        task: The request that precedes the instruction, with a place for the topic.
     """
 
     wordings: Sequence[str]
