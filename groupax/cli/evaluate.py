@@ -279,7 +279,7 @@ def _load_sets(command: Eval, recipe: Recipe | None) -> "dict[str, Examples]":
         rows = recipe.eval_dataset() if recipe else None
         if rows is None:
             raise ValueError("--dataset is missing; pass held-out prompts, or a --recipe that has some")
-        loaded = {command.recipe or "eval": rows}
+        loaded = dict(rows) if isinstance(rows, Mapping) else {command.recipe or "eval": rows}
     for name, rows in loaded.items():
         if len(rows) == 0:
             raise ValueError(f"dataset {name!r} is empty")

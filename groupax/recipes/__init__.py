@@ -11,6 +11,8 @@ RECIPES = {
     "shapes": "groupax.recipes.shapes.scenes",
     "gsm8k": "groupax.recipes.gsm8k",
     "numinamath": "groupax.recipes.numinamath",
+    "instructions": "groupax.recipes.instructions",
+    "word_problems": "groupax.recipes.word_problems",
     "calculator": "groupax.recipes.agents.calculator",
 }
 

@@ -26,8 +26,8 @@ class Recipe:
     expected: str  # measured result of a run, or a note that there is none
     # loads the training prompts from the recipe's own source, or from a file, a folder or a hub id
     train_dataset: Callable[..., Examples]
-    # loads the held-out prompts likewise; returns None if the source has none
-    eval_dataset: Callable[..., Examples | None]
+    # loads the held-out prompts likewise, of several sets by name; returns None if the source has none
+    eval_dataset: Callable[..., Examples | Mapping[str, Examples] | None]
     # loads the prompts of all rows of a file, or of the test split of a folder or hub id
     examples: Callable[[str], Examples]
 
@@ -35,7 +35,7 @@ class Recipe:
 def make_recipe(
     settings_file: Path,
     example: Callable[[Example], dict[str, Any]],
-    generated: Mapping[str, Callable[[], Examples]] | None = None,
+    generated: Mapping[str, Callable[[], Any]] | None = None,
 ) -> Recipe:
     """Creates the recipe of a module from its YAML file.
 
@@ -45,7 +45,8 @@ def make_recipe(
     Args:
         settings_file: The YAML file.
         example: Turns a row of the data into a row with a `prompt`; raises ValueError if it cannot.
-        generated: Functions that generate "train" and "eval" data, instead of `dataset`.
+        generated: Functions that generate "train" and "eval" data, instead of `dataset`; the latter may be several
+            sets by name.
     """
     import yaml
 
@@ -64,7 +65,7 @@ def make_recipe(
             return generated["train"]()
         return read(source or dataset, TRAIN_SPLITS, "train_dataset")
 
-    def eval_dataset(source: str | None = None) -> Examples | None:
+    def eval_dataset(source: str | None = None) -> Examples | Mapping[str, Examples] | None:
         if source is None and generated:
             return generated["eval"]()
         if source is not None and (file_kind(Path(source)) is not None or (Path(source) / "state.json").is_file()):

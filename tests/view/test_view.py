@@ -237,6 +237,12 @@ def test_the_overview_says_what_a_run_is_how_far_it_is_and_what_changed(tmp_path
         assert found["facts"]["changed settings"] == "after step 7: beta 0.1 → 0.25"
         [change] = found["changes"]
         assert (change["before"]["value"], change["after"]["value"], change["set"]) == (1.0, 2.0, "training prompts")
+        for step in range(30, 90, 10):
+            run.write_metrics({"step": float(step), "reward": step / 10})
+        ask(port, "runs")
+        [change] = ask(port, "overview", run="run")["changes"]
+        assert (change["before"]["value"], change["after"]["value"]) == (1.5, 7.5)
+        assert change["when"] == ["steps 10 to 20", "steps 70 to 80"]
         found = ask(port, "config")["run"]
         assert found["defaults"] == {"learning_rate": 1e-6, "reward_weights": None}
         hardware = {"devices": "1 x cpu", "mesh": "dp 2", "processor": "P, 2 cores", "commit": "0"}

@@ -17,6 +17,7 @@ RECENT_STEPS = 30  # whose median time the remaining time is estimated from
 COMPILING_FRAC = 0.1  # of a step's time; steps that compile more are left out of the estimate
 NUM_STEPS = re.compile(r"([0-9][0-9,]{,15}), each")
 TRAINING = "training prompts"  # the set of changes that are not held out
+MAX_MEAN_STEPS = 10  # of the means at the start and the end of training
 MAX_CHANGES = 12  # estimates of a set
 SAMPLE_CHARACTERS = 1200  # of a completion
 SHOWN_FACTS = ("model", "parameters", "data", "prompts", "examples", "rewards", "steps", "devices")
@@ -188,7 +189,8 @@ def _median_step_s(run: Run, steps: np.ndarray, step_s: np.ndarray) -> float:
 def _changes(run: Run) -> Iterator[dict[str, Any]]:
     """Yields one record per estimate: `set`, `name`, `before` and `after` with intervals, `difference`, `p_value`.
 
-    The evaluations before and after training come first, then those during training, else the training rewards.
+    The evaluations before and after training come first, then those during training, else the training rewards, in the
+    mean over the first and the last steps.
     """
     found = False
     for name, each in _mapping(_mapping(run.record("result.json")).get("sets")).items():
@@ -215,10 +217,12 @@ def _logged_changes(run: Run) -> Iterator[dict[str, Any]]:
     for name in (evaluated or [each for each in ("reward", "pass@1", "loss") if each in names][:2])[:MAX_CHANGES]:
         steps, values = run.series(name)
         bounds = [run.series(f"{name}_{end}")[1] for end in ("low", "high")]
+        # A single step of training has few prompts, so that it says little.
+        num = 1 if name in evaluated else max(1, min(MAX_MEAN_STEPS, len(steps) // 4))
         pairs = []
-        for place in (0, -1):
+        for place, part in ((0, slice(num)), (-1, slice(-num, None))):
             low, high = (float(bound[place]) if len(bound) == len(values) else None for bound in bounds)
-            pairs.append({"value": float(values[place]), "low": low, "high": high})
+            pairs.append({"value": float(np.mean(values[part])), "low": low, "high": high})
         yield {
             "set": "" if name in evaluated else TRAINING,
             "name": name.removeprefix("eval_"),
@@ -226,8 +230,12 @@ def _logged_changes(run: Run) -> Iterator[dict[str, Any]]:
             "after": pairs[1],
             "difference": {"value": pairs[1]["value"] - pairs[0]["value"], "low": None, "high": None},
             "p_value": None,
-            "when": [f"step {steps[0]:.0f}", f"step {steps[-1]:.0f}"],
+            "when": [_shown_steps(steps[:num]), _shown_steps(steps[-num:])],
         }
+
+
+def _shown_steps(steps: np.ndarray) -> str:
+    return f"step {steps[0]:.0f}" if len(steps) == 1 else f"steps {steps[0]:.0f} to {steps[-1]:.0f}"
 
 
 def _interval(estimate: Any, value: Any) -> dict[str, Any]:
