@@ -70,7 +70,7 @@ def _num_sentences_score(text: str, number: str) -> float:
 def _json_score(text: str, key: str) -> float:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return 0.2 * (text.startswith("{") + text.endswith("}") + (f'"{key}":' in text))
     is_right = isinstance(value, dict) and value.keys() == {key} and isinstance(value[key], str)
     return 1.0 if is_right else 0.6
@@ -85,7 +85,7 @@ def _between_score(text: str, start: str, end: str) -> float:
 
 
 def _begins_score(text: str, start: str) -> float:
-    return 1.0 if re.match(rf"{start}\b", text) else 0.3 * (start.lower() in text.lower())
+    return 1.0 if re.match(rf"{re.escape(start)}\b", text) else 0.3 * (start.lower() in text.lower())
 
 
 KINDS = {
@@ -230,6 +230,10 @@ def example(row: Example) -> dict[str, Any]:
         raise ValueError(
             f"there is no kind of instruction {row['kind']!r}; there are {', '.join(KINDS | HELD_OUT_KINDS)}"
         )
+    try:
+        (KINDS | HELD_OUT_KINDS)[row["kind"]].score("", row["argument"])
+    except ValueError as error:
+        raise ValueError(f"its argument {row['argument']!r} does not fit the kind {row['kind']!r}: {error}") from error
     return {name: row[name] for name in columns}
 
 

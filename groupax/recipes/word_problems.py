@@ -98,7 +98,8 @@ TEMPLATES = {
         ),
     ),
 }
-EQUATION = re.compile(r"(\d+) *([-+*x×/÷]) *(\d+) *= *(\d+)")
+# of whole numbers with at most 15 digits
+EQUATION = re.compile(r"(?<![\d.,])(\d{1,15}) *([-+*x×/÷]) *(\d{1,15}) *= *(\d{1,15})(?![.,]?\d)")
 OPERATORS = {"+": operator.add, "-": operator.sub} | dict.fromkeys("*x×", operator.mul)
 
 

@@ -103,30 +103,30 @@ WITHOUT_JAX = [
 LINES = {
     "__init__": 90,
     "__main__": 10,
-    "cli": 2280,
-    "compat": 3760,
-    "core": 3340,
+    "cli": 2290,
+    "compat": 3770,
+    "core": 3330,
     "data": 3260,
-    "engine": 4200,
+    "engine": 4290,
     "episodes": 3230,
     "evaluation": 640,
     "events": 210,
-    "models": 9210,
+    "models": 9220,
     "objective": 940,
-    "parallel": 1660,
-    "recipes": 690,
+    "parallel": 1690,
+    "recipes": 1100,
     "rewards": 3540,
     "rollouts": 1050,
     "runs": 5340,
-    "satellites": 7030,
-    "serve": 4110,
+    "satellites": 7040,
+    "serve": 4240,
     "sft": 340,
-    "tools": 1210,
+    "tools": 1240,
     "trainer": 500,
     "training": 2050,
 }
-TEST_LINES = 30700
-FILES = 313
+TEST_LINES = 30950
+FILES = 315
 MODULES = 190  # that groupax.trainer imports, also inside of functions
 
 
