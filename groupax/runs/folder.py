@@ -81,6 +81,7 @@ class RunFolder:
         self.moved_aside: str | None = None
         self.command: Mapping[str, Any] | None = None
         self.id, self.is_incomplete = "", False
+        self._identity = ""  # digest of the run's identity, if it is known
         self._lock: RunLock | None = None
         self._is_new = self._is_prepared = False  # created by the lock; has the files of a run
         self._diagnostics: list[dict[str, Any]] = []
@@ -121,22 +122,35 @@ class RunFolder:
             with contextlib.suppress(OSError):  # it is not empty
                 self.path.rmdir()
 
-    def start(self, config: Mapping[str, Any]) -> None:
-        """Starts a run; an earlier one in the folder that has results is moved aside to `path.1`, `path.2`, ..."""
+    def start(self, config: Mapping[str, Any], identity: str = "", afresh: bool = True) -> bool:
+        """Starts a run; an earlier one in the folder is moved aside to `path.1`, `path.2`, ...
+
+        An earlier run stays if it has no results, or if it has the same identity and was killed before its first
+        checkpoint, unless the run starts `afresh`: then its steps are repeated with the recorded answers of its tools.
+
+        Returns:
+            Whether steps of an earlier run are repeated in its place.
+        """
+        is_repeated = not afresh and self.remote is None and self._is_repeated(identity)
         if self.remote is not None and self.remote.exists(METRICS):
             self.moved_aside = self.remote.move_all_aside()
         elif self.remote is None and has_results(self.path):
+            if is_repeated:
+                self.resume(config, b"", 0)
+                return True
             self._move_aside()
-        else:
-            shutil.rmtree(self.records, ignore_errors=True)  # of a run that was killed before its first step
-        self.id = secrets.token_hex(4)
+        elif not is_repeated:
+            shutil.rmtree(self.records, ignore_errors=True)  # of another run, killed before its first step
+        self.id, self._identity = secrets.token_hex(4), identity
         self._diagnostics, self._processes, self._record = [], [], []
         self._prepare(config, b"", step=0)
+        return False
 
     def resume(self, config: Mapping[str, Any], metrics: bytes, step: int) -> None:
         """Continues the run in the folder from a step, with `metrics.jsonl` as it was then, without later files."""
         about = parsed_record(self._earlier("run.json"))
         self.id, self._processes = about.get("id") or secrets.token_hex(4), about.get("processes", [])
+        self._identity = about.get("identity", "")
         lines = map(parsed_record, self._earlier(DIAGNOSTICS).splitlines())
         self._diagnostics = [dict(line) for line in lines if line.get("step", step + 1) <= step]
         lines = self._earlier(RECORD).splitlines()
@@ -158,6 +172,11 @@ class RunFolder:
             return self.remote.read(name) if self.remote else read_file(self.path / name, MAX_LOG_BYTES)
         except FileNotFoundError:
             return b""
+
+    def _is_repeated(self, identity: str) -> bool:
+        """Returns whether the run in the folder is this one, and has nothing that will not be repeated."""
+        is_over = (self.path / "model").exists() or any((self.path / "checkpoints").glob("step_*"))
+        return not is_over and parsed_record(self._earlier("run.json")).get("identity") == identity != ""
 
     def _move_aside(self) -> None:
         free = free_name(self.path)
@@ -204,7 +223,7 @@ class RunFolder:
                 self._write_processes()
 
     def _write_processes(self) -> None:
-        self._write_json("run.json", {"id": self.id, "processes": self._processes})
+        self._write_json("run.json", {"id": self.id, "identity": self._identity, "processes": self._processes})
 
     def write_tokenizer(self, tokenizer: Any, processor_folder: Path | None = None) -> None:
         """Writes `tokenizer/`, which exports of checkpoints need, with the settings of an image processor, if any."""

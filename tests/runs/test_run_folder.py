@@ -20,7 +20,7 @@ from groupax.runs.files import LOCK, LockedError, RunLock
 from groupax.runs.folder import RunFolder
 from tests.training.test_trainer import a_trainer, count_a, lines_of
 
-from .stopped_run import content_of
+from .stopped_run import content_of, final_state
 from .test_checkpoints import trained
 
 HOLDER = """
@@ -137,6 +137,23 @@ def test_starts_that_made_no_step_leave_one_folder_and_what_the_user_put_there(t
     assert json.loads((tmp_path / "run" / "config.json").read_text())["seed"] == 9
     a_trainer(tmp_path, max_steps=1, seed=8).train()  # a run that made steps is kept
     assert sorted(os.listdir(tmp_path)) == ["run", "run.1"]
+
+
+@pytest.mark.heavy
+def test_a_run_killed_before_its_first_checkpoint_makes_its_steps_again_in_its_place(tmp_path, caplog):
+    whole = trained(tmp_path / "whole", max_steps=3)
+    run = tmp_path / "run"
+    for _ in range(2):
+        again = trained(tmp_path, max_steps=3, do_last_save=False)
+        shutil.rmtree(run / "model")  # as a process leaves it that was killed after its last step
+    assert "was stopped before its first checkpoint; its steps are repeated" in caplog.text
+    assert sorted(os.listdir(tmp_path)) == ["run", "whole"]
+    assert lines_of(tmp_path) == lines_of(tmp_path / "whole")
+    for name, value in final_state(whole).items():
+        assert (final_state(again)[name] == value).all()
+    assert len(json.loads((run / "run.json").read_text())["processes"]) == 2
+    a_trainer(tmp_path, max_steps=1, temperature=0.9).train()  # another run
+    assert (tmp_path / "run.1" / "metrics.jsonl").exists()
 
 
 @pytest.mark.heavy

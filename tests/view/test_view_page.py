@@ -145,7 +145,11 @@ class Reader:
         return self.one(css, lambda element: element.get_property(name))
 
     def click(self, css):
-        self.one(css, lambda element: element.click())
+        def scroll_and_click(element):  # out of what stays at the edges of the window
+            self.run("arguments[0].scrollIntoView({ block: 'center' })", element)
+            element.click()
+
+        self.one(css, scroll_and_click)
 
     def click_all(self, css):
         for element in self.all(css):

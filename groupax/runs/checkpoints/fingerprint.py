@@ -87,6 +87,11 @@ def describe(found: Mapping[str, tuple[Any, Any]]) -> str:
     )
 
 
+def digest(identity: Identity) -> str:
+    """Returns a digest of a run's identity."""
+    return _sha256([json.dumps(_flat(identity), sort_keys=True).encode()])
+
+
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Returns a digest of a tokenizer's vocabulary, special tokens and chat template."""
     vocabulary = sorted((token, index) for token, index in tokenizer.get_vocab().items())

@@ -17,7 +17,7 @@ from groupax.episodes.record import remove_records
 from groupax.events import Message
 from groupax.parallel import processes
 from groupax.runs.checkpoints.choose import Saved, split_path, store_of, to_continue
-from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
+from groupax.runs.checkpoints.fingerprint import Identity, devices_of, digest, versions
 from groupax.runs.checkpoints.record import has_optimizer, restore_learner, start_writing, state_of, write_rollout
 from groupax.runs.checkpoints.store import STATE, LocalStore, RemoteStore, Store
 from groupax.runs.checkpoints.writer import CheckpointWriter, Snapshot
@@ -63,16 +63,18 @@ class RunSaver:
             lambda: to_continue(self.args.resume, self.store, self.scratch, self.identity, self.log.emit)
         )
         saved = saved and self._seen_by_all(saved)
-        config = self.args.to_dict()
+        config, identity = self.args.to_dict(), digest(self.identity)
         if saved is None:
-            self.folder.start(config)
+            if self.folder.start(config, identity, afresh=self.args.resume != "auto"):
+                text = f"the run in {self.folder.uri} was stopped before its first checkpoint; its steps are repeated"
+                self.log.emit(Message(text, warning=True))
             return None
         self._report(saved)
         restore_learner(self.trainer.learner, saved.folder, saved.state["learner"])
         num_bytes = saved.state["metrics_bytes"]
         is_another = saved.where != self.store.where(saved.step)  # a new run that starts where that one was
         if is_another or not processes.is_primary():
-            self.folder.start(config)
+            self.folder.start(config, identity)
             return saved
         metrics = self.folder.metrics(num_bytes)
         if len(metrics) < num_bytes:
