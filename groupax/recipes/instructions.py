@@ -14,13 +14,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from groupax.data.examples import Example
 from groupax.recipes.recipe import make_recipe
 from groupax.rewards.text import completion_text
 
 NUM_TRAIN, NUM_HELD_OUT = 4096, 200
+Split = Literal["train", "wordings", "kinds"]
+HELD_OUT: tuple[Split, ...] = ("wordings", "kinds")
 TOPICS = (
     *("rain", "snow", "tea", "milk", "dogs", "cats", "birds", "fish", "horses", "trees", "rivers", "lakes"),
     *("fire", "ice", "wind", "stars", "clouds", "cars", "trains", "boats", "planes", "bikes", "bread", "rice"),
@@ -35,7 +37,6 @@ HELD_OUT_TOPICS = (
 WORD = re.compile(r"[A-Za-z0-9']+")
 LETTER = re.compile(r"[A-Za-z]")
 SENTENCE_END = re.compile(r"[.!?]+(?:\s+|$)")
-FINISHED = re.compile(r".*[.!?]", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def instruction_score(
     texts = (completion_text(completion).strip() for completion in completions)
     return [
         0.2 * (about[:3] in text.lower())
-        + 0.2 * (kinds[name].is_marked or FINISHED.fullmatch(text) is not None)
+        + 0.2 * (kinds[name].is_marked or text.endswith((".", "!", "?")))
         + 0.6 * kinds[name].score(text, what)
         for text, name, what, about in zip(texts, kind, argument, topic, strict=True)
     ]
@@ -192,31 +193,31 @@ def follows_instruction(
     return [float(score > 0.999) for score in instruction_score(completions, kind, argument, topic)]
 
 
-def generate(num: int, seed: int, wordings: str = "train") -> list[dict[str, Any]]:
+def generate(num: int, seed: int, split: Split = "train") -> list[dict[str, Any]]:
     """Returns rows with the columns `prompt`, `kind`, `argument` and `topic`.
 
     Args:
         num: Number of rows.
         seed: Determines them; fewer rows are the first ones of more.
-        wordings: "train", "wordings" for the held-out wordings of the same kinds, "kinds" for the held-out kinds.
+        split: "train", "wordings" for the held-out wordings of the same kinds, or "kinds" for the held-out kinds.
 
     Example:
         >>> generate(1, seed=0)[0]["prompt"][0]["content"]
         'Write one short sentence about maths. Begin with "Perhaps".'
     """
-    return list(itertools.islice(_rows(random.Random(f"{wordings} {seed}"), wordings), num))
+    return list(itertools.islice(_rows(random.Random(f"{split} {seed}"), split), num))
 
 
-def _rows(rng: random.Random, wordings: str) -> Iterator[dict[str, Any]]:
-    kinds: Mapping[str, Kind] = HELD_OUT_KINDS if wordings == "kinds" else KINDS
+def _rows(rng: random.Random, split: Split) -> Iterator[dict[str, Any]]:
+    kinds: Mapping[str, Kind] = HELD_OUT_KINDS if split == "kinds" else KINDS
     while True:
         name = rng.choice(list(kinds))
         argument = rng.choice(kinds[name].arguments)
-        topic = rng.choice(TOPICS if wordings == "train" else HELD_OUT_TOPICS)
+        topic = rng.choice(TOPICS if split == "train" else HELD_OUT_TOPICS)
         if name == "without_letter" and argument in topic:
             continue
         texts = kinds[name].wordings
-        instruction = rng.choice(texts[:-1] if wordings == "train" else texts[-1:]).format(argument)
+        instruction = rng.choice(texts[:-1] if split == "train" else texts[-1:]).format(argument)
         text = f"{kinds[name].task.format(topic)} {instruction}"
         yield {"prompt": [{"role": "user", "content": text}], "kind": name, "argument": argument, "topic": topic}
 
@@ -242,6 +243,6 @@ RECIPE = make_recipe(
     example,
     {
         "train": lambda: generate(NUM_TRAIN, seed=1),
-        "eval": lambda: {name: generate(NUM_HELD_OUT, seed=0, wordings=name) for name in ("wordings", "kinds")},
+        "eval": lambda: {split: generate(NUM_HELD_OUT, seed=0, split=split) for split in HELD_OUT},
     },
 )
