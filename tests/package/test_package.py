@@ -117,7 +117,7 @@ LINES = {
     "recipes": 1100,
     "rewards": 3540,
     "rollouts": 1050,
-    "runs": 5340,
+    "runs": 5370,
     "satellites": 7040,
     "serve": 4240,
     "sft": 340,
