@@ -14,15 +14,15 @@ from groupax.core.terminal.printable import one_line, printable
 from groupax.core.types import Metrics, Prompt
 from groupax.data.tokenizer import is_conversational, last_text
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
-from groupax.evaluation.items import Comparison, compare, write_items
+from groupax.evaluation.items import Comparison, Item, compare, write_items
 from groupax.evaluation.paired import PairedDifference, p_text
 from groupax.rollouts.completions import first_and_last
 from groupax.rollouts.estimates import Estimate
-from groupax.runs.progress.display import sparkline
 from groupax.sft import SFTResult
 from groupax.trainer import TrainResult
 
-CURVE_CHARACTERS = 60
+NUM_SAMPLES = 2
+
 CANNOT_BELOW = 0.05  # largest pass@1 of a model that cannot do the task
 MANY_WITHOUT_SIGNAL = 0.5  # share of groups from which on dynamic sampling is worth a try
 SOLVED_ABOVE = 0.95  # smallest pass@1 of a model that has little to learn
@@ -38,7 +38,7 @@ def write_report(
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     logged = [metrics for metrics in map(json.loads, lines) if "reward" in metrics]
     rewards = [metrics["reward"] for metrics in logged if metrics["reward"] is not None]  # null without any reward
-    shown: list[Any] = [f"\nmean reward by step: {reward_curve(rewards)}"] if rewards else []
+    shown: list[Any] = [f"\nmean reward by step\n{text_curve(rewards)}"] if rewards else []
     sets, verdicts, solved = {}, {}, {}
     for name, each in after.sets.items():
         earlier = before.sets[name]
@@ -55,7 +55,7 @@ def write_report(
             "comparison": plain_differences(comparison),
         }
         title = f"{name}: before and after, {comparison.num_items} held-out prompts"
-        shown.append(difference_table(title, comparison, earlier.metrics, each.metrics))
+        shown += [difference_table(title, comparison, earlier.metrics, each.metrics), _samples(earlier, each)]
         write_items(folder / "evaluations" / f"before.{name}.jsonl", earlier.items)
         write_items(folder / "evaluations" / f"after.{name}.jsonl", each.items)
         if len(after.sets) == 1 and "pass@1" in each.estimates:
@@ -123,7 +123,7 @@ def verdict(before: SetEvaluation, after: SetEvaluation, comparison: Comparison)
 
 
 def difference_table(title: str, comparison: Comparison, before: Metrics, after: Metrics) -> Any:
-    """Returns a rich table of the estimates of two evaluations and their differences.
+    """Returns a rich table of the estimates of two evaluations and their differences; intervals take a wide terminal.
 
     The metrics before and after are for lengths and truncation.
     """
@@ -135,9 +135,13 @@ def difference_table(title: str, comparison: Comparison, before: Metrics, after:
     for name in ("completions/mean_length", "completions/clipped_ratio"):
         if name in before and name in after:
             rows.append((name, f"{before[name]:.3f}", f"{after[name]:.3f}", "", ""))
+    changes = [f"{pair.difference.value:+.3f}" for pair in comparison.differences.values()]
+    changes += [""] * (len(rows) - len(changes))
+    short = [(*row[:3], change) for row, change in zip(rows, changes, strict=True)]
     return Fitting(
         table_of(title, ("", "before", "after", "difference", "p"), rows),
-        stacked(title, [(name, f"{then} → {now}  {change}".rstrip()) for name, then, now, change, _ in rows]),
+        table_of(title, ("", "before", "after", "difference"), short),
+        stacked(title, [(name, f"{then} → {now}  {change}".rstrip()) for name, then, now, change in short]),
     )
 
 
@@ -149,15 +153,28 @@ def estimate_table(title: str, estimates: Mapping[str, Estimate]) -> Any:
         (name, f"{each.value:.4f}", f"{each.low:.4f} to {each.high:.4f}", each.method, f"{each.num_items:,}")
         for name, each in estimates.items()
     ]
+    columns, left = ("", "mean", "95 % interval", "method", "items"), ("", "95 % interval", "method")
     return Fitting(
-        table_of(title, ("", "mean", "95 % interval", "method", "items"), rows, ("", "95 % interval", "method")),
+        table_of(title, columns, rows, left),
+        table_of(title, columns[:3], [row[:3] for row in rows], left),
         stacked(title, [(name, f"{mean} (95 %: {interval})") for name, mean, interval, *_ in rows]),
     )
 
 
-def reward_curve(rewards: Sequence[float]) -> str:
-    """Returns the rewards as a line of characters between the first and the last one."""
-    return f"{rewards[0]:.3f} {sparkline(rewards, CURVE_CHARACTERS)} {rewards[-1]:.3f}"
+def text_curve(values: Sequence[float]) -> str:
+    """Returns the values as a bar chart of characters, with the range on the left."""
+    if not values:
+        return ""
+    width, height = 64, 8
+    columns = np.array([chunk.mean() for chunk in np.array_split(np.asarray(values), min(width, len(values)))])
+    low, high = float(columns.min()), float(columns.max())
+    eighths = np.rint((columns - low) / ((high - low) or 1.0) * (8 * height - 1)).astype(int) + 1
+    rows = []
+    for level in range(height - 1, -1, -1):
+        filled = np.clip(eighths - 8 * level, 0, 8)
+        label = f"{high:8.3f} " if level == height - 1 else f"{low:8.3f} " if level == 0 else " " * 9
+        rows.append(label + "".join(" ▁▂▃▄▅▆▇█"[eighth] for eighth in filled))
+    return "\n".join(rows)
 
 
 def plain_estimates(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
@@ -246,3 +263,28 @@ def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: None if isinstance(value, float) and not np.isfinite(value) else value for key, value in record.items()
     }
+
+
+def _samples(before: SetEvaluation, after: SetEvaluation) -> Any:
+    """Returns a table of prompts that were not solved before and are now."""
+    from rich.text import Text
+
+    from groupax.core.terminal.tables import SAMPLE_COLUMNS, Fitting, empty_table, stacked
+
+    title, headers = "example completions, before and after", ("prompt", "before", "after")
+    table = empty_table(title, show_lines=True)
+    for header in headers:
+        table.add_column(header, overflow="fold", min_width=SAMPLE_COLUMNS)
+
+    def merit(item: Item) -> tuple[bool, float]:
+        return bool(item.completions[0].solved), item.completions[0].reward or 0.0
+
+    pairs = list(zip(before.items, after.items, strict=True))
+    gained = sorted((pair for pair in pairs if merit(pair[1]) > merit(pair[0])), key=lambda pair: not merit(pair[1])[0])
+    entries = []
+    for first, second in (gained or pairs)[:NUM_SAMPLES]:
+        shown = (last_text(first.prompt), first.completions[0].text, second.completions[0].text)
+        texts = [one_line(text, 400) for text in shown]
+        table.add_row(*map(Text, texts))
+        entries += zip(headers, texts, strict=True)
+    return Fitting(table, stacked(title, entries, show_lines=True))
