@@ -309,7 +309,7 @@ def test_a_verdict_without_progress_says_where_to_look(tmp_path, solved, rewards
     counts = {"used": 1, "dropped": 0, "truncated": 0}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     show(write_report(before, after, TrainResult(2, 1.0, 1.0, {}), counts, tmp_path))
-    assert capsys.readouterr().out.splitlines()[1].startswith("mean reward by step: ")
+    assert capsys.readouterr().out.splitlines()[1] == "mean reward by step"
     text = json.loads((tmp_path / "result.json").read_text())["verdicts"]["eval"]
     assert text.startswith(start)
     assert end in text
