@@ -64,11 +64,11 @@ class LoRAConfig:
 
     r: int = ranged(8, 2**31 - 1, low=1)
     lora_alpha: float | int = ranged(8, 1e6, low=1e-6)
-    lora_dropout: float = ranged(0.0, 1, is_open=True)
-    target_modules: str | Sequence[str] = ALL_LINEAR
+    lora_dropout: float | int = ranged(0.0, 1, is_open=True)
+    target_modules: str | Collection[str] = ALL_LINEAR
     bias: LoRABias = "none"
     use_rslora: bool = False
-    modules_to_save: Sequence[str] = ()
+    modules_to_save: Collection[str] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
