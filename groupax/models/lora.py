@@ -71,15 +71,8 @@ class LoRAConfig:
     modules_to_save: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = as_given(getattr(self, field.name), field.type)
-            if isinstance(value, (list, set, frozenset)):
-                value = tuple(value) if isinstance(value, list) else tuple(sorted(value))
-            check_type(field.name, value, field.type)
-            check_range(field, value)
-            object.__setattr__(self, field.name, ALL_LINEAR if value == (ALL_LINEAR,) else value)
-        if not self.target_modules:
-            raise ValueError(f"target_modules is empty; name modules like 'q_proj', or set {ALL_LINEAR!r}")
+        for name, value in _checked(vars(self)).items():
+            object.__setattr__(self, name, value)
 
     @property
     def scale(self) -> float:
@@ -120,7 +113,22 @@ def as_lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
             + ", ".join(f"{key}={short_repr(others[key])}" for key in unsupported[:4])
         )
     given = {key: settings[key] for key in own if settings.get(key) is not None}
-    return LoRAConfig(**{"target_modules": PEFT_DEFAULT, **given})
+    return LoRAConfig(**_checked({"target_modules": PEFT_DEFAULT, **given}))
+
+
+def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings of an adapter with tuples of names, or raises a ValueError for one that is not of its kind."""
+    checked = {}
+    for field in (each for each in fields(LoRAConfig) if each.name in settings):
+        value = as_given(settings[field.name], field.type)
+        if isinstance(value, (list, set, frozenset)):
+            value = tuple(value) if isinstance(value, list) else tuple(sorted(value))
+        check_type(field.name, value, field.type)
+        check_range(field, value)
+        checked[field.name] = ALL_LINEAR if value == (ALL_LINEAR,) else value
+    if not checked["target_modules"]:
+        raise ValueError(f"target_modules is empty; name modules like 'q_proj', or set {ALL_LINEAR!r}")
+    return checked
 
 
 def _is_set(value: Any) -> bool:

@@ -187,7 +187,7 @@ def _prompt_blocks(sizes: Sizes, num_columns: int, start: Array) -> tuple[Array,
 
 def _attend_prompts(
     attn: AttentionConfig, sizes: Sizes, past: Past, cache: LayerCache, heads: Array, interpret: bool
-) -> list[Array]:
+) -> Sequence[Array]:
     """Attends to the P parts of prompts, and returns their results and the logarithms of their softmax's sums.
 
     These are [Q, K, P, R G, H] and [Q, K, P, R G].
