@@ -255,7 +255,7 @@ def _attend_rows(
     past: Past,
     cache: LayerCache,
     heads: Array,
-    parts: list[Array],
+    parts: Sequence[Array],
     interpret: bool,
 ) -> tuple[Float[Array, "B N H"], LayerCache]:
     """Writes the newest keys and values, attends to own columns, and merges the parts of prompts."""
