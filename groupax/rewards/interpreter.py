@@ -81,7 +81,7 @@ class Interpreter:
         except (OSError, ValueError) as error:
             raise InfrastructureError(f"the Python interpreter did not start: {error!r}") from error
 
-    def _reply(self, request: Any, timeout_s: float) -> str:
+    def _reply(self, request: Any, timeout_s: int | float) -> str:
         """Returns the reply to a request. If there is none in this time, the process is killed, and reading ends."""
         process, expired = self._process, threading.Event()
         assert process is not None and process.stdin is not None and process.stdout is not None, "started"  # noqa: PT018

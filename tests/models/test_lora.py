@@ -124,9 +124,8 @@ def test_an_adapter_of_a_mixtures_dense_layers_survives_the_disk(tmp_path):
 @pytest.mark.heavy
 def test_an_adapter_survives_the_disk(tmp_path):
     save_model(init_model(TINY), tmp_path / "base")
-    lora = LoRAConfig(
-        r=np.int64(3), lora_alpha=5, target_modules=("q_proj", "up_proj"), modules_to_save=("model.norm",)
-    )
+    settings = {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["model.norm"]}
+    lora = as_lora_config({"r": np.int64(3), "lora_alpha": 5, **settings})
     model = trained_randomly(add_adapter(load_model(tmp_path / "base"), lora))
     save_adapter(model, tmp_path / "adapter")
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
