@@ -1,6 +1,6 @@
 """Trains on a recipe with TRL: the same data, rewards and settings as `groupax train --recipe`, for the same curves.
 
-    python benchmarks/trl_recipe.py instructions MODEL OUT --steps 100 --seed 0
+    python benchmarks/trl_recipe.py instructions MODEL OUT --seed 0
 
 TRL samples with transformers' `generate`, and computes in bfloat16 with float32 weights, as the recipe does. OUT gets a
 line of JSON per step in `metrics.jsonl`, with the names of groupax's metrics, and the trained model.
@@ -49,7 +49,8 @@ def with_own_arguments(reward: Reward) -> Callable[..., Any]:
 
     @functools.wraps(reward.function)
     def score(**given: Any) -> Any:
-        return reward.function(**{name: given[name] for name in reward.takes or given})
+        taken = {name: each for name, each in given.items() if reward.takes is None or name in reward.takes}
+        return reward.function(**taken)
 
     return score
 
@@ -59,7 +60,7 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("model")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, help="number of steps; by default the recipe's")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -68,7 +69,7 @@ def main() -> None:
 
     trl: Any = importlib.import_module("trl")
     recipe = load_recipe(args.recipe)
-    rows = recipe.train_dataset()
+    config, rows = GRPOConfig.from_mapping(recipe.config), recipe.train_dataset()
     given = resolve_rewards(list(recipe.reward_funcs), [name for name in rows[0] if name != "prompt"])
 
     class Lines(TrainerCallback):
@@ -86,15 +87,16 @@ def main() -> None:
                 with (args.out / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps({**logs, **seconds, "step": state.global_step}) + "\n")
 
-    args.out.mkdir(parents=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "metrics.jsonl").unlink(missing_ok=True)  # of a run that was interrupted
     trainer = trl.GRPOTrainer(
         model=args.model,
         reward_funcs=[with_own_arguments(reward) for reward in given],
         args=trl.GRPOConfig(
             output_dir=str(args.out / "trainer"),
-            max_steps=args.steps,
+            max_steps=args.steps or config.max_steps,
             seed=args.seed,
-            **trl_settings(GRPOConfig.from_mapping(recipe.config)),
+            **trl_settings(config),
         ),
         train_dataset=Dataset.from_list([dict(row) for row in rows]),
         callbacks=[Lines()],

@@ -4,7 +4,8 @@
     python dev/real_runs.py table RUNS
 
 MODEL is the folder that `dev/smollm2.py` makes. Each run is `RUNS/RECIPE-SEED`; with --trl there is the same run in TRL
-in `RUNS/RECIPE-SEED-trl`. `run` skips complete runs and resumes interrupted ones, so it may be killed and repeated.
+in `RUNS/RECIPE-SEED-trl`. `run` skips complete runs and resumes interrupted ones (those in TRL begin again), so it may
+be killed and repeated.
 """
 
 import argparse

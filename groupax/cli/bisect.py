@@ -30,12 +30,11 @@ def bisect(arguments: Sequence[str]) -> None:
 
     from groupax.satellites.replay.bisect import bisected, bisection_lines, first_line, opening, parsed_condition
     from groupax.satellites.replay.recorded import recorded_run
-    from groupax.satellites.replay.session import settings_of
 
     run, condition = recorded_run(command.run_dir.rstrip("/")), parsed_condition(command.until)
     step, before = first_line(run.metrics, condition)
     _print(opening(condition, step, before))
-    found = bisected(run, condition, maker(run, "none"), settings_of(run), command.window)
+    found = bisected(run, condition, maker(run, "none"), command.window)
     _print(*bisection_lines(found))
 
 

@@ -37,12 +37,12 @@ def replay(arguments: Sequence[str]) -> int:
     command = parsed(Replay, "replay", arguments)
 
     from groupax.satellites.replay.recorded import recorded_run
-    from groupax.satellites.replay.session import replay_steps, settings_of, target_of
+    from groupax.satellites.replay.session import replay_steps, target_of
 
     run = recorded_run(command.run.rstrip("/"))
     stage: "Stage | None" = "data" if command.stage == "rollout" else command.stage
     target = target_of(run, command.step, stage)
-    [outcome] = replay_steps(target, maker(run, command.progress_bar), settings_of(run))
+    [outcome] = replay_steps(target, maker(run, command.progress_bar))
     print(outcome, flush=True)
     return 0 if outcome.is_equal else 1
 

@@ -88,8 +88,8 @@ class CallbackListener:
         steps_per_epoch: int,
         state: State,
         more: dict[str, Any],
-        rows_per_step: int = 1,
-        log: Callable[[Metrics], None] | None = None,
+        rows_per_step: int,
+        log: Callable[[Metrics], None],
     ) -> None:
         self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
         self.args, self.steps_per_epoch, self.state, self.more = args, steps_per_epoch, state, more
@@ -131,7 +131,7 @@ class CallbackListener:
             case RunEnded(step=step):
                 if step % self.steps_per_epoch:  # the last epoch was not whole
                     self._call_all("on_epoch_end", step)
-                self._close(step)
+                self._close()
                 self._call_all("on_train_end", step)
             case _:
                 pass
@@ -157,7 +157,7 @@ class CallbackListener:
         self.state.log_history.append({**logs, "step": step})
         self._call_all("on_log", step, logs=logs)
 
-    def _close(self, step: int) -> None:
+    def _close(self) -> None:
         """Logs the line about the whole run, with the metrics of steps since the last line, as transformers does."""
         seconds, num_steps = time.perf_counter() - self.started_s, len(self.losses)
         rest = window_mean(self.window, "trl") if self.window else {}
@@ -168,10 +168,7 @@ class CallbackListener:
             "train_loss": sum(self.losses) / max(num_steps, 1),
             **{name: value for name, value in rest.items() if name not in OF_ONE_STEP},
         }
-        if self.log is None:
-            self.record(step, self.summary)
-        else:
-            self.log(self.summary)
+        self.log(self.summary)
 
     def _remember_best(self, step: int, metrics: Metrics) -> None:
         # Runs after the callbacks, which compare an evaluation with the best one before it.

@@ -488,6 +488,7 @@ def _check_complete(messages: Sequence[Mapping[str, Any]], text: str, name: str)
 
     The assistant's are exempt, since templates leave out its thoughts.
     """
+    squeezed = ""  # the text, once it is needed
     for number, message in enumerate(messages, 1):
         contents = [] if message["role"] == "assistant" else message_texts(message)
         for content in contents:
@@ -495,7 +496,8 @@ def _check_complete(messages: Sequence[Mapping[str, Any]], text: str, name: str)
             if content in text or (is_result and any(word in text for word in re.findall(r"\w+", content))):
                 continue
             forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
-            if not any(_squeeze(form) in _squeeze(text) for form in forms):
+            squeezed = squeezed or _squeeze(text)
+            if not any(_squeeze(form) in squeezed for form in forms):
                 raise ValueError(
                     f"{name}: the chat template leaves out message {number} of {len(messages)}, which has the role "
                     f"{message['role']!r}: {content.strip()!r:.100}; move its text to a message of another role, or "

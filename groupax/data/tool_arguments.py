@@ -127,9 +127,11 @@ def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any], is_
 def convert_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call, which are texts, as the schema wants them; one that is wrong as it is."""
     values = dict(arguments)
-    for name, value in arguments.items():
-        with contextlib.suppress(ValueError):
-            values[name] = _argument(_check_of(schema, arguments), name, value, is_text=True)
+    with contextlib.suppress(ValueError):  # of a tool without a schema of an object
+        check = _check_of(schema, arguments)
+        for name, value in arguments.items():
+            with contextlib.suppress(ValueError):
+                values[name] = _argument(check, name, value, is_text=True)
     return values
 
 

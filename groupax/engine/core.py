@@ -25,9 +25,9 @@ from groupax.models.recurrent import empty_state
 from groupax.models.specs import Params
 from groupax.models.vision.processing import PromptEncoder
 from groupax.models.vision.tower import FeatureCache
+from groupax.models.weights.casts import bfloat16_params, is_quantized
 from groupax.models.weights.checkpoint import Model, load_model
 from groupax.models.weights.nf4 import is_nf4
-from groupax.models.weights.quantize import bfloat16_params, is_quantized
 from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import decoding_mesh, indivisible, make_mesh, num_data_shards, splits_model
 from groupax.parallel.runtime import cuda_capability

@@ -162,6 +162,10 @@ class Engine(EngineCore):
             step: Number that distinguishes calls with the same seed.
             first_prompt: The first prompt's `prompt_index`; the others follow.
             adapter: Name of one of `adapters`; None for the base.
+
+        Raises:
+            ValueError: A prompt or an option is not one that the model takes, or there are more stop tokens or biased
+                tokens than a slot has room for.
         """
         if adapter is not None:
             self.adapter_index(adapter)
@@ -242,7 +246,10 @@ class Engine(EngineCore):
 def new_sequences(
     prompts: list[np.ndarray], params: SamplingParams, eos_ids: tuple[int, ...], step: int = 0, first_prompt: int = 0
 ) -> list[Sequence]:
-    """Returns unstarted sequences as `Engine.sequences` does, not checked against any model."""
+    """Returns unstarted sequences as `Engine.sequences` does, not checked against any model.
+
+    `eos_ids` end every completion, unless `params.ignore_eos`.
+    """
     added = params.stop_token_ids
     assert not isinstance(added, int), "SamplingParams makes it a tuple"
     stop_ids = tuple(dict.fromkeys((*(() if params.ignore_eos else eos_ids), *added)))

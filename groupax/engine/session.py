@@ -165,8 +165,10 @@ class Session:
         while self._pending and (self._batch is None or self._batch.allows(self._pending[0])):
             sequences = self._pending.popleft()
             serving, batch = self.serving, self._batch
-            now, shape_with = (batch.shape, batch.shape_with) if batch else (None, None)
-            if serving is not None and not serving.can_start(sequences, now, shape_with or serving.first_shape):
+            now = batch.shape if batch else None
+            if serving is not None and not serving.can_start(
+                sequences, now, batch.shape_with if batch else serving.first_shape
+            ):
                 held.append(sequences)
             elif batch is None:
                 self._batch = Batch(self.engine, self._plan, sequences, self.patience, serving)

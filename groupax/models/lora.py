@@ -26,7 +26,7 @@ from groupax.core.terminal.printable import short_repr
 from groupax.models.adapted import FrozenBase, LowRank, Params
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Spec, model_specs, num_params
-from groupax.models.weights.quantize import dense
+from groupax.models.weights.casts import dense
 from groupax.models.weights.tensor_files import INDEX_NAME, SINGLE_NAME, TensorFile, check_finite
 from groupax.parallel.collectives import to_device
 

@@ -24,7 +24,6 @@ class Chip:
         host_bytes_per_s: Bandwidth to or from its host's memory.
         network_bytes_per_s: Its share of the bandwidth between hosts, in one direction; 0 for TPUs, whose links also
             connect hosts, and for GPUs that are planned within one host only.
-        fp8_flops: Dense operations per second of 8-bit floats, accumulated in float32; 0 if it does not multiply them.
     """
 
     kinds: tuple[str, ...]
@@ -34,7 +33,6 @@ class Chip:
     link_bytes_per_s: float
     host_bytes_per_s: float
     network_bytes_per_s: float = 0.0
-    fp8_flops: float = 0.0
 
 
 GIB = 1 << 30
@@ -57,13 +55,11 @@ GPU_MEMORY_FRAC = 0.9
 GPUS = {
     "a100": Chip(("NVIDIA A100",), 312e12, 85.10e9 * GPU_MEMORY_FRAC, 2039e9, 300e9, 32e9, 25e9),
     "a100-40g": Chip(("NVIDIA A100-SXM4-40GB",), 312e12, 42.33e9 * GPU_MEMORY_FRAC, 1555e9, 300e9, 32e9, 25e9),
-    "h100": Chip(("NVIDIA H100",), 989e12, 84.94e9 * GPU_MEMORY_FRAC, 3352e9, 450e9, 64e9, 50e9, 1979e12),
-    "h200": Chip(("NVIDIA H200",), 989e12, 151.40e9 * GPU_MEMORY_FRAC, 4800e9, 450e9, 64e9, 50e9, 1979e12),
-    "b200": Chip(("NVIDIA B200",), 2250e12, 191.51e9 * GPU_MEMORY_FRAC, 7672e9, 900e9, 64e9, 50e9, 4500e12),
-    "l40s": Chip(("NVIDIA L40S",), 362e12, 47.70e9 * GPU_MEMORY_FRAC, 864e9, 32e9, 32e9, fp8_flops=733e12),
-    "rtx4090": Chip(
-        ("NVIDIA GeForce RTX 4090",), 165.2e12, 25.39e9 * GPU_MEMORY_FRAC, 1008e9, 32e9, 32e9, fp8_flops=330.3e12
-    ),
+    "h100": Chip(("NVIDIA H100",), 989e12, 84.94e9 * GPU_MEMORY_FRAC, 3352e9, 450e9, 64e9, 50e9),
+    "h200": Chip(("NVIDIA H200",), 989e12, 151.40e9 * GPU_MEMORY_FRAC, 4800e9, 450e9, 64e9, 50e9),
+    "b200": Chip(("NVIDIA B200",), 2250e12, 191.51e9 * GPU_MEMORY_FRAC, 7672e9, 900e9, 64e9, 50e9),
+    "l40s": Chip(("NVIDIA L40S",), 362e12, 47.70e9 * GPU_MEMORY_FRAC, 864e9, 32e9, 32e9),
+    "rtx4090": Chip(("NVIDIA GeForce RTX 4090",), 165.2e12, 25.39e9 * GPU_MEMORY_FRAC, 1008e9, 32e9, 32e9),
 }
 CHIPS = TPUS | GPUS
 # Kinds whose slice names count TensorCores, two per chip.

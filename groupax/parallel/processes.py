@@ -76,6 +76,7 @@ KEYS = "groupax"  # folder of the keys in the service
 FAILED = "failed"  # key under which the first process that fails says why
 SIGNATURE_BYTES = 32
 LOOK_S = 0.5  # between two looks whether another process has failed
+WAIT_S = 5.0  # of one wait for another process's value, by which notices are delayed
 
 
 class Peers:
@@ -184,7 +185,7 @@ class Peers:
         try:
             with _answering():
                 if waits:
-                    signed = self._client.blocking_key_value_get_bytes(f"{KEYS}/{key}", round(1000 * LOOK_S))
+                    signed = self._client.blocking_key_value_get_bytes(f"{KEYS}/{key}", round(1000 * WAIT_S))
                 else:
                     signed = self._client.key_value_try_get_bytes(f"{KEYS}/{key}")
         except RunError as error:

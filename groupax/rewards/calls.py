@@ -30,6 +30,7 @@ from groupax.core.terminal.printable import printable, short_repr
 from groupax.core.types import Rollout, TrainerState
 from groupax.parallel.preemption import RolloutCancelled
 from groupax.rewards.contract import ENVIRONMENTS, Reward, Scores, arguments_for, checked_scores, no_scores
+from groupax.tools.runner import start_loop
 
 BACKOFF_S = 0.5  # before the first retry; doubled before each further one
 PING_S = 1.0  # an event loop that does not respond for this long is blocked
@@ -103,19 +104,6 @@ async def call_async(function: Callable[..., Any], arguments: Mapping[str, Any])
         if task is not None and task.cancelling():
             raise
         raise as_exception(error) from error  # SystemExit, for one, would stop the event loop
-
-
-def start_event_loop(name: str) -> asyncio.AbstractEventLoop:
-    """Returns an event loop that runs in a daemon thread. When it is stopped, its unfinished tasks are cancelled."""
-    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-    loop = runner.get_loop()
-
-    def run() -> None:
-        with runner:
-            loop.run_forever()
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return loop
 
 
 def start_thread(function: Callable[..., Any], *args: Any) -> "Future[Any]":
@@ -260,7 +248,7 @@ class Supervisor:
 
             context = multiprocessing.get_context("spawn")
             self._workers = ProcessPool(max_workers=settings.reward_workers, context=context)
-        self._loop = start_event_loop("rewards")
+        self._loop = start_loop("rewards")
         self._async_loops: dict[str, asyncio.AbstractEventLoop] = {}  # one each, as a function may block its own
 
     def submit(self, reward: Reward, rollouts: list[Rollout], state: TrainerState) -> "Future[Scores]":
@@ -271,7 +259,7 @@ class Supervisor:
         """Cancels all calls: worker processes are killed, threads abandoned."""
         if self._workers is not None:
             self._workers.stop()
-            self._workers.join(timeout=5.0)
+            self._workers.join()
         for loop in (self._loop, *self._async_loops.values()):
             loop.call_soon_threadsafe(loop.stop)
 
@@ -313,7 +301,7 @@ class Supervisor:
         if reward.is_async:
             start_clock()
             if reward.name not in self._async_loops:
-                self._async_loops[reward.name] = start_event_loop(reward.name)
+                self._async_loops[reward.name] = start_loop(reward.name)
             loop = self._async_loops[reward.name]
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call_async(*call), loop))
         if self._workers is not None:

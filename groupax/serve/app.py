@@ -102,7 +102,7 @@ class Server:
         loop: EngineLoop,
         limits: Limits,
         weights: Weights,
-        write_line: Callable[[str], object] = lambda _: None,
+        write_line: Callable[[str], object],
     ) -> None:
         self._write_line = write_line
         self.loop, self.limits, self.weights = loop, limits, weights
@@ -230,7 +230,7 @@ class Server:
             [ids], _, _ = encoded_chat(request, self._model(request.model), incoming.hints)
             return {"input_tokens": len(ids)}
 
-        return await self._in_time(count, deadline_s, self._threads_for(body))
+        return await self._in_time(count, deadline_s, self._threads_for(body, request))
 
     def _model_card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self.started, "owned_by": "groupax"}
@@ -249,7 +249,8 @@ class Server:
         return JSONResponse({"status": state}, 200 if state in ("ok", "ready") else 503)
 
     async def _put_weights(self, http: HttpRequest) -> Any:
-        self._check_has_keys("weights can be changed")
+        if not self.limits.api_keys:
+            raise ApiError(403, "weights can be changed only on a server with keys; start it with --api_key")
         limit, size, at = self.weights.max_bytes(), int(http.headers.get("content-length", "0")), 0
         data = np.empty(min(size, limit), np.uint8)
         time_s = self.limits.receive_timeout_s + size / LEAST_UPLOAD_BYTES_PER_S
@@ -268,10 +269,6 @@ class Server:
         upload = await run_in_threadpool(self.weights.read, data)
         held = await run_in_threadpool(self.weights.prepared, upload)
         return await asyncio.wrap_future(self.loop.between_chunks(lambda: self.weights.take_over(upload, held)))
-
-    def _check_has_keys(self, what: str) -> None:
-        if not self.limits.api_keys:
-            raise ApiError(403, f"{what} only on a server with keys; start it with --api_key")
 
     def _model(self, name: str | None) -> ServedModel:
         """Returns a model by its name; the first one for a request that names none."""

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -66,13 +66,12 @@ class Job:
 
 @dataclass(frozen=True)
 class LoopCounts:
-    """The current load of the loop, and totals since its start."""
+    """The current load of the loop, and the number of completions that were cancelled since its start."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_frac: float = 0.0
     num_cancelled: int = 0
-    num_chunks: int = 0
 
 
 class EngineLoop:
@@ -286,7 +285,7 @@ class EngineLoop:
             return
         deltas = [each for sequence in updates if (each := self._delta(sequence)) is not None]
         self._release(sum(delta.finish_reason is not None for _, delta in deltas))
-        self._count(num_chunks=int(bool(deltas)))  # before listeners
+        self._count()  # before listeners
         for job, delta in deltas:
             job.listener(delta)
         pace.add_host(time.perf_counter() - begun_s - pace.device_s)
@@ -350,9 +349,8 @@ class EngineLoop:
         with self._changed:
             self._num_sequences -= num
 
-    def _count(self, **added: Any) -> None:
-        values = {name: getattr(self.counts, name) + number for name, number in added.items()}
+    def _count(self, num_cancelled: int = 0) -> None:
         session = self._session
         num_held = sum(id(each) in self._jobs for part in self._parts for each in part)
-        values |= {"num_running": session.num_running, "num_waiting": session.num_waiting + num_held}
-        self.counts = replace(self.counts, **values, kv_frac=session.kv_frac)
+        num_waiting, num_cancelled = session.num_waiting + num_held, self.counts.num_cancelled + num_cancelled
+        self.counts = LoopCounts(session.num_running, num_waiting, session.kv_frac, num_cancelled)

@@ -124,6 +124,7 @@ def bytes_of(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> 
         header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     written = json.dumps(header).encode()
+    written += b" " * (-len(written) % 8)  # so that tensors are aligned, as the safetensors library does
     data = [np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data for tensor in tensors.values()]
     return [len(written).to_bytes(8, "little"), written, *data]
 

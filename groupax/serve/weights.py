@@ -86,7 +86,7 @@ class Weights:
     def describe(self) -> dict[str, Any]:
         """Returns the version and the state of the weights."""
         _, held = self._current()
-        return {"version": self._loop.engine.version, "state": held.state, "has_adapter": held.lora is not None}
+        return {"version": self._loop.engine.version, "state": held.state}
 
     def max_bytes(self) -> int:
         """Returns the size of the largest upload."""

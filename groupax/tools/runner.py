@@ -89,7 +89,7 @@ class ToolRunner:
         """Starts a call of a tool, and returns at once. Nothing that a tool does raises here.
 
         Args:
-            tool: The tool; None if there is none of that name.
+            tool: The tool; None for a call whose fault says that there is none of that name.
             call: The call.
             on_done: Called once, in a thread of the runner, with the result.
 
@@ -166,9 +166,8 @@ class ToolRunner:
             self._control.call_soon_threadsafe(begin)
 
     async def _call(self, tool: Tool | None, call: ToolCall) -> ToolResult:
-        fault = call.fault or (f"Tool {call.name:.80} not found." if tool is None else "")
-        if tool is None or fault:
-            return error_result(fault, 0.0, self.max_result_bytes)
+        if tool is None or call.fault:
+            return error_result(call.fault, 0.0, self.max_result_bytes)
         try:
             arguments = check_arguments(tool.schema, call.arguments, call.is_text)
         except Exception as error:  # noqa: BLE001 - of a schema that is not groupax's too
@@ -234,7 +233,7 @@ def start_loop(name: str) -> asyncio.AbstractEventLoop:
             while True:
                 try:
                     return loop.run_forever()
-                except (SystemExit, KeyboardInterrupt):  # of a task that a tool has started
+                except (SystemExit, KeyboardInterrupt):  # of a task that the code of a user has started
                     continue
 
     threading.Thread(target=run, name=name, daemon=True).start()

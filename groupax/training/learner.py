@@ -23,8 +23,8 @@ from groupax.models.execution import execution_for
 from groupax.models.kernels.fused_attention import select_fused_attention
 from groupax.models.specs import Params
 from groupax.models.vision.tower import FeatureCache
+from groupax.models.weights.casts import cast_unquantized
 from groupax.models.weights.checkpoint import Model
-from groupax.models.weights.quantize import cast_unquantized
 from groupax.objective.aggregation import Denominators, MetricSums, mean_metrics
 from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state, top_entropy_threshold
 from groupax.parallel.collectives import on_devices, on_host, to_host, weights_digest

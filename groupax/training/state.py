@@ -16,8 +16,8 @@ from groupax.models.adapted import FrozenBase
 from groupax.models.config import ModelConfig
 from groupax.models.params import partition_specs, weight_dtype
 from groupax.models.specs import Params
+from groupax.models.weights.casts import cast_unquantized, is_quantized
 from groupax.models.weights.checkpoint import Model
-from groupax.models.weights.quantize import cast_unquantized, is_quantized
 from groupax.parallel.collectives import DEVICE, HOST, on_host
 from groupax.parallel.mesh import format_mesh, splits_model
 from groupax.parallel.pytree import pytree

@@ -20,8 +20,8 @@ from groupax.compat.easydel.trainers import with_sampling
 from groupax.compat.fields import CompatWarning
 from groupax.compat.hf.model import DEFAULT_NEW_TOKENS, GENERATION
 from groupax.models.lora import as_lora_config
+from groupax.models.weights.casts import is_quantized
 from groupax.models.weights.checkpoint import reshard
-from groupax.models.weights.quantize import is_quantized
 from groupax.parallel.mesh import make_mesh
 from groupax.rollouts.collector import sampling_params
 from groupax.runs.build import eval_params

@@ -30,7 +30,7 @@ def test_the_last_line_of_a_log_is_about_the_run_and_the_steps_since_the_line_be
             seen.append("end")
 
     state = State(logging_steps=2)
-    listener = CallbackListener([Watch], None, 2, state, {}, rows_per_step=8)
+    listener = CallbackListener([Watch], None, 2, state, {}, 8, lambda line: listener.record(3, line))
     listener(RunStarted(0, 3))
     for step in (1, 2, 3):
         metrics = {"loss": float(step), "reward": 10.0 * step, "kl": float("nan")}

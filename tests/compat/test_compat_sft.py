@@ -9,7 +9,7 @@ import pytest
 from groupax import init_model
 from groupax.compat import hf, trl
 from groupax.data.examples import visit_order
-from groupax.models.weights.quantize import is_quantized
+from groupax.models.weights.casts import is_quantized
 from tests.conftest import SHARED, TINY
 from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_sft import EXAMPLES

@@ -30,7 +30,7 @@ def trl_saved(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_the_loaded_model_is_the_trained_one(trl_saved, monkeypatch, tmp_path, name):
     from groupax.compat import trl
-    from groupax.models.weights.quantize import dense_params
+    from groupax.models.weights.casts import dense_params
 
     trainers = []
 

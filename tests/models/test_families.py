@@ -18,7 +18,7 @@ from groupax.models.families import FAMILIES, read_config, text_config
 from groupax.models.layers import vocabulary_logits
 from groupax.models.rope import frequencies
 from groupax.models.specs import layer_specs
-from groupax.models.weights.quantize import bfloat16_params
+from groupax.models.weights.casts import bfloat16_params
 from groupax.models.weights.tensor_files import Tensor, own_tensors
 from groupax.parallel.mesh import make_mesh
 from groupax.rewards.model import RewardModel

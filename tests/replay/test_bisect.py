@@ -10,7 +10,6 @@ import pytest
 from groupax import bisect_run, init_model
 from groupax.satellites.replay.bisect import bisected, parsed_condition
 from groupax.satellites.replay.recorded import recorded_run
-from groupax.satellites.replay.session import settings_of
 from groupax.satellites.replay.trainer import ReplayTrainer
 from groupax.training.optimizer import make_optimizer
 from tests.data.test_config_and_data import a_tokenizer
@@ -62,7 +61,7 @@ def makes(reward=letters, data=PROMPTS):
 
 def found(folder, trainer, until, make, window=4):
     run = recorded_run(folder / "run")
-    found = bisected(run, parsed_condition(until), make, settings_of(run), window)
+    found = bisected(run, parsed_condition(until), make, window)
     return found, str(found)
 
 

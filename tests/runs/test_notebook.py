@@ -1,4 +1,4 @@
-"""What notebooks show of runs, results and settings, and the notebooks of examples/."""
+"""What evaluations show of themselves, and the notebooks of examples/."""
 
 import json
 import math
@@ -15,11 +15,6 @@ from tests.conftest import TINY
 from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-EVIL = "<script>alert(1)</script>\x1b[2J\u202e"
-
-
-def no_markup(html):
-    return "<script" not in html and "\x1b" not in html and "\u202e" not in html
 
 
 def test_evaluations_show_estimates_with_intervals():

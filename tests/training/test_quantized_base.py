@@ -10,10 +10,10 @@ from safetensors.numpy import load_file, save_file
 
 from groupax import LoRAConfig, add_adapter, init_model, load_model, save_model
 from groupax.models.layers import linear
+from groupax.models.weights.casts import dense, is_quantized
 from groupax.models.weights.checkpoint import reshard
 from groupax.models.weights.mxfp4 import dequantize
 from groupax.models.weights.nf4 import Nf4, nf4_bytes, quantization_config, quantize_nf4
-from groupax.models.weights.quantize import dense, is_quantized
 from groupax.parallel.mesh import make_mesh
 from tests.conftest import TINY, assert_trees_match, one_device_mesh
 from tests.models.test_lora import a_base, all_logits, leaves, trained_randomly

@@ -20,8 +20,8 @@ from groupax.core.storage.replacing import check_disjoint, is_replaceable, merge
 from groupax.engine.engine import Engine
 from groupax.models.lora import PREFIX, adapter_specs, count_params, trainable_params_line
 from groupax.models.specs import CORRECTION_NAMES, model_specs
+from groupax.models.weights.casts import dense, dense_params, is_quantized
 from groupax.models.weights.checkpoint import Model
-from groupax.models.weights.quantize import dense, dense_params, is_quantized
 from groupax.models.weights.saving import join_tensors, save_adapter, save_model, source_folders, specs_by_name
 from groupax.parallel import processes
 

@@ -18,7 +18,7 @@ from groupax.core.settings.run import TRACKERS
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
 from groupax.parallel.mesh import RULES, format_mesh
-from groupax.runs.trackers.tracker import PACKAGES, is_installed
+from groupax.runs.trackers.tracker import is_installed
 
 # Shards weights, gradients and optimizer state over all devices, like ZeRO stage 3 and FSDP.
 FULLY_SHARDED = "1,-1,1,1,1"
@@ -226,7 +226,7 @@ class TrainingArguments(Arguments):
         """Returns the trackers in `report_to` that groupax supports; "all" means all that are installed."""
         requested = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
         if requested == ["all"]:
-            return tuple(name for name in TRACKERS if name in PACKAGES and is_installed(name))
+            return tuple(name for name in TRACKERS if is_installed(name))
         if unknown := [name for name in requested if name not in TRACKERS and name != "none"]:
             warn(f"report_to {', '.join(unknown)}: groupax reports to {', '.join(TRACKERS)}")
         return tuple(dict.fromkeys(name for name in requested if name in TRACKERS))

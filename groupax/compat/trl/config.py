@@ -175,14 +175,15 @@ class OnlineConfig(TrainingArguments):
             ValueError: A setting is not supported by groupax.
         """
         rows, accumulated, generated = self.batches(num_devices)
-        needed = self.schedule(num_devices).prompts_per_rollout
+        schedule = trl_schedule(rows, accumulated, generated, self.num_generations, self.num_iterations)
+        needed = schedule.prompts_per_rollout
         if num_prompts is not None and num_prompts < needed:
             raise ValueError(
                 f"the dataset has {num_prompts} prompts and a generation takes {needed} (generation_batch_size / "
                 "num_generations), so that an epoch has none; lower per_device_train_batch_size, "
                 "gradient_accumulation_steps or steps_per_generation"
             )
-        every = self.schedule(num_devices).num_steps(num_prompts, 1, -1) if num_prompts else 1
+        every = schedule.num_steps(num_prompts, 1, -1) if num_prompts else 1
         weights = self.reward_weights
         settings = {
             **ALWAYS,

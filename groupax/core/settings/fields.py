@@ -18,6 +18,7 @@ Resume = Literal["free", "explicit", "fixed", "fixed_zero"]
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "None"}
 _WORDS |= {Path: "a path"}
+LISTS = (tuple, Collection, Sequence)  # origins of the types of lists
 _NUMBERS = {int: numbers.Integral, float: numbers.Real}
 
 
@@ -181,7 +182,7 @@ def kinds_of(kind: Any) -> tuple[Any, ...]:
 
 def takes_many(kind: Any) -> bool:
     """Returns whether a setting may be a list."""
-    return any(get_origin(each) in (tuple, Collection, Sequence, Mapping) for each in kinds_of(kind))
+    return any(get_origin(each) in (*LISTS, Mapping) for each in kinds_of(kind))
 
 
 def is_open(kind: Any) -> bool:
@@ -227,7 +228,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return any(_fits(value, each) for each in kinds_of(kind))
     if origin is Literal:
         return isinstance(value, str) and value in inner
-    if origin in (tuple, Collection, Sequence):
+    if origin in LISTS:
         is_list = isinstance(value, tuple) and all(_fits(each, inner[0]) for each in value)
         return is_list and (len(inner) == 1 or inner[1] is ... or len(value) == len(inner))
     if origin is Callable:
@@ -247,7 +248,7 @@ def _words(kind: Any) -> str:
         return "a mapping of names to values"
     if origin is Callable:
         return "a function, also by reference as 'module:function'"
-    if origin in (tuple, Collection, Sequence):
+    if origin in LISTS:
         number = f" of {len(inner)}" if len(inner) > 1 and inner[1] is not ... else ""
         return f"a list{number} with each {_words(inner[0])}"
     return _WORDS[kind]

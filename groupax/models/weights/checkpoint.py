@@ -24,9 +24,9 @@ from groupax.models.families.gpt_oss import without_mxfp4
 from groupax.models.lora import Adapter, LoRAConfig, adapter_base, init_adapter, read_adapter, read_lora_config
 from groupax.models.params import init_params, param_shardings, shard_params, split_dims
 from groupax.models.specs import HEAD, Params, Spec, embedding_name, model_specs, num_params, spec_leaves
+from groupax.models.weights.casts import is_quantized
 from groupax.models.weights.mxfp4 import dequantized_tensors
 from groupax.models.weights.nf4 import FURTHER, is_nf4, quantize_nf4, read_nf4, without_nf4
-from groupax.models.weights.quantize import is_quantized
 from groupax.models.weights.tensor_files import (
     Tensors,
     cast,
@@ -133,12 +133,14 @@ def load_model(
     tensors = own_tensors(whole_config, config, dequantized_tensors(find_tensors(folder)), folder)
     is_tied, embedding = config.tie_embeddings and not config.num_labels, embedding_name(config)
     if is_tied and HEAD in tensors and embedding not in tensors:
-        tensors[embedding] = tensors[HEAD]  # the name that the file has for both
+        tensors[embedding] = tensors.pop(HEAD)  # the name that the file has for both
     quantized = {name for name in tensors if in_4_bits and f"{name}.{FURTHER[0]}" in tensors}
     check_tensors(config, tensors, folder, quantized)
     if is_tied and HEAD in tensors:
         tensors[HEAD].check(tensors[embedding].shape, f"{folder}: {HEAD}")
-        if not np.array_equal(tensors[HEAD].whole(), tensors[embedding].whole()):
+        parts = (slice(start, start + COMPARED_ROWS) for start in range(0, tensors[HEAD].shape[0], COMPARED_ROWS))
+        pairs = ([tensors[name].read((part, slice(None))) for name in (HEAD, embedding)] for part in parts)
+        if not all(np.array_equal(head, embedded) for head, embedded in pairs):
             raise ValueError(
                 f"{folder}: config.json ties the head to the embedding, but {HEAD} and {embedding} differ; set "
                 "tie_word_embeddings to false there, so that they are two weights"
@@ -255,6 +257,7 @@ def _replicated(mesh: Mesh) -> NamedSharding:
 
 # Tensors that some exporters write and no forward pass needs.
 DERIVED = re.compile(r"rotary_emb\.inv_freq$")
+COMPARED_ROWS = 4096  # of a tied head and the embedding at a time
 MANY = 10_000  # missing weights that are counted; a false config.json has millions
 
 

@@ -17,9 +17,9 @@ from groupax.models.adapted import AdaptedWeight, LowRank
 from groupax.models.lora import adapter_config_dict, write_adapter
 from groupax.models.specs import Params, Spec, model_specs, vision_modules
 from groupax.models.vision.processing import write_processor
+from groupax.models.weights.casts import dense
 from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.nf4 import Nf4, nf4_bytes, nf4_tensors, quantization_config, quantize_nf4
-from groupax.models.weights.quantize import dense
 from groupax.models.weights.tensor_files import INDEX_NAME, cast
 
 SHARD_BYTES = 5 * 10**9

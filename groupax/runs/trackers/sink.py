@@ -57,8 +57,9 @@ class Trackers:
         """Closes the trackers, which write and send what they have."""
         if self.running:
             self.emit(PhaseStarted(f"sending to {', '.join(self.running)}"))
-            self._call(lambda tracker: tracker.close())
-            self.running = {}
+        while self.running:
+            name, tracker = self.running.popitem()
+            self._try(name, tracker.close)
 
     def _metrics(self, step: int, metrics: Metrics) -> None:
         self._step, numbers = step, finite(metrics)

@@ -93,8 +93,8 @@ def _check_package(name: str) -> None:
 
 
 def is_installed(name: str) -> bool:
-    """Returns whether the package of a built-in tracker is installed, if it needs one."""
-    return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
+    """Returns whether the package of a built-in tracker is installed."""
+    return importlib.util.find_spec(PACKAGES[name]) is not None
 
 
 def samples_of(step: int, rollouts: Sequence[Rollout], num_samples: int) -> list[dict[str, Any]]:

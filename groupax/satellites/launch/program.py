@@ -64,7 +64,7 @@ def process_environment(process_index: int, num_processes: int, coordinator: str
     }
 
 
-def free_port(host: str = "") -> int:
+def free_port(host: str) -> int:
     """Returns an unused port of this machine."""
     with socket.socket() as bound:
         bound.bind((host, 0))

@@ -25,7 +25,6 @@ class Counts:
     product_bytes: float = 0.0  # bytes that matmuls read and write
     exchanged: Mapping[str, float] = field(default_factory=dict)  # bytes that a device sends to others, by collective
     between_hosts: float = 0.0  # a device's share of the bytes that its host sends to other hosts
-    fp8_flops: float = 0.0  # those of them that multiply 8-bit floats
 
     def __add__(self, other: "Counts") -> "Counts":
         kinds = {**self.exchanged, **other.exchanged}
@@ -35,7 +34,6 @@ class Counts:
             self.product_bytes + other.product_bytes,
             exchanged,
             self.between_hosts + other.between_hosts,
-            self.fp8_flops + other.fp8_flops,
         )
 
     def times(self, number: float | int) -> "Counts":
@@ -46,7 +44,6 @@ class Counts:
             number * self.product_bytes,
             exchanged,
             number * self.between_hosts,
-            number * self.fp8_flops,
         )
 
     @property
@@ -119,9 +116,7 @@ def _count_equation(equation: Any, mesh: Mesh | None, loop_steps: int) -> Counts
 
 def _count_matmul(equation: Any, flops: float) -> Counts:
     touched = sum(_num_bytes(variable.aval) for variable in (*equation.invars, *equation.outvars))
-    dtypes = [variable.aval.dtype for variable in equation.invars[:2]]
-    is_fp8 = all(jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize == 1 for dtype in dtypes)
-    return Counts(flops=flops, product_bytes=touched, fp8_flops=flops if is_fp8 else 0.0)
+    return Counts(flops=flops, product_bytes=touched)
 
 
 def _dot_flops(equation: Any) -> float:

@@ -137,10 +137,9 @@ class Measured:
 
     def seconds(self, chip: Chip) -> dict[str, float]:
         """Returns lower bounds of one run's time, by what limits it."""
-        fp8_flops, counts = self.counts.fp8_flops, self.counts
-        fp8_s = fp8_flops / (chip.fp8_flops or chip.flops)
+        counts = self.counts
         return {
-            "arithmetic": (counts.flops - fp8_flops) / chip.flops + fp8_s,
+            "arithmetic": counts.flops / chip.flops,
             "memory": self.traffic_bytes / chip.memory_bytes_per_s,
             "links": counts.sent_bytes / chip.link_bytes_per_s,
             "network": counts.between_hosts / chip.network_bytes_per_s if chip.network_bytes_per_s else 0.0,

@@ -28,7 +28,7 @@ from groupax.models.execution import ACCELERATOR_LOGITS, Execution
 from groupax.models.flops import activation_bytes_per_token
 from groupax.models.lora import LoRAConfig
 from groupax.models.params import partition_specs
-from groupax.models.weights.quantize import bfloat16_params
+from groupax.models.weights.casts import bfloat16_params
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import decoding_mesh, num_data_shards
 from groupax.rollouts.state import UpdateSchedule, update_schedule

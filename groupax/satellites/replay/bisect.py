@@ -13,8 +13,8 @@ from groupax.core.settings.fields import nearest
 from groupax.core.terminal.printable import printable
 from groupax.satellites.replay.outcome import Outcome, comparison
 from groupax.satellites.replay.recorded import RecordedRun, recorded_run
-from groupax.satellites.replay.session import arguments_by_name, maker_of, replay_steps, settings_of, target_of
-from groupax.satellites.replay.trainer import Make, SettingsAt
+from groupax.satellites.replay.session import maker_of, replay_steps, target_of
+from groupax.satellites.replay.trainer import Make
 
 # Conditions on metrics, as texts: 'kl > 1', 'grad_norm > 10 or loss is nan'. They are parsed, never evaluated.
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -157,15 +157,17 @@ def first_line(lines: Sequence[Mapping[str, Any]], condition: Condition) -> tupl
     raise ValueError(f"the condition holds in no step up to {before}: {ranges}")
 
 
-def bisected(run: RecordedRun, condition: Condition, make: Make, settings: SettingsAt, window: int) -> Bisection:
+def bisected(
+    run: RecordedRun, condition: Condition, make: Make, window: int, args: GRPOConfig | None = None
+) -> Bisection:
     """Finds the step that made a metric of a run fulfil a condition, and computes the steps up to it again.
 
     Args:
         run: The recorded run.
         condition: The condition.
         make: Makes the trainer of the run.
-        settings: Returns the settings of the run at a step.
         window: Least number of steps to compute again, but none before the run had the settings of the last of them.
+        args: Settings of the run; None takes those that it had there.
 
     Raises:
         ValueError: No step fulfils the condition, or the run is another one.
@@ -175,7 +177,7 @@ def bisected(run: RecordedRun, condition: Condition, make: Make, settings: Setti
     step, before = first_line(run.metrics, condition)
     first = max(1, min(before + 1, step - window + 1), min(run.records))
     first = max([first, *(change + 1 for change in run.changes if change < step)])
-    outcomes = replay_steps(replace(target_of(run, step), first=first), make, settings)
+    outcomes = replay_steps(replace(target_of(run, step), first=first), make, args)
     number = next((number for number, outcome in enumerate(outcomes) if not outcome.is_equal), len(outcomes) - 1)
     return Bisection(run, condition, step, before, outcomes[: number + 1])
 
@@ -203,5 +205,4 @@ def bisect_run(
         >>> print(bisect_run("runs/one", "kl > 1", model, reward, train_dataset=prompts))  # doctest: +SKIP
     """
     recorded = recorded_run(run)
-    make = maker_of(arguments_by_name(arguments, named))
-    return bisected(recorded, parsed_condition(until), make, settings_of(recorded, args), window)
+    return bisected(recorded, parsed_condition(until), maker_of(arguments, named), window, args)

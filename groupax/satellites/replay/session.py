@@ -13,7 +13,6 @@ from groupax.satellites.replay.recorded import RecordedRun, recorded_run
 from groupax.satellites.replay.trainer import (
     Make,
     ReplayTrainer,
-    SettingsAt,
     Target,
     first_of_rollout,
     prepared,
@@ -32,27 +31,23 @@ def target_of(run: RecordedRun, step: int, stage: Stage | None = None) -> Target
     return Target(run, step, stage or ("reward" if is_served else "data"))
 
 
-def replay_steps(target: Target, make: Make, settings: SettingsAt) -> list[Outcome]:
+def replay_steps(target: Target, make: Make, args: GRPOConfig | None = None) -> list[Outcome]:
     """Computes the steps of a target again, and returns the comparison of each with its record.
 
     Args:
         target: The steps.
         make: Makes the trainer of the run.
-        settings: Returns the settings of the run at a step.
+        args: Settings of the run; None takes those that it had there, without a display.
 
     Raises:
         ValueError: The last step was not recorded, or the run is another one.
     """
     target.check()
-    with prepared(target, settings(target.step)) as args:
-        trainer = make(target, args)
+    own = args or replace(GRPOConfig.from_mapping(target.run.settings(target.step)), progress_bar="none")
+    with prepared(target, own) as fitted:
+        trainer = make(target, fitted)
         trainer.train()
         return [outcome_of(replace(target, step=step, first=target.steps[0]), trainer) for step in target.steps]
-
-
-def settings_of(run: RecordedRun, args: GRPOConfig | None = None) -> SettingsAt:
-    """Returns the settings to replay a step of a run with: those given, or those that it had, without a display."""
-    return lambda step: args or replace(GRPOConfig.from_mapping(run.settings(step)), progress_bar="none")
 
 
 def outcome_of(target: Target, trainer: ReplayTrainer) -> Outcome:
@@ -105,19 +100,14 @@ def replay_step(
         >>> print(outcome, outcome.is_equal)  # doctest: +SKIP
     """
     recorded = recorded_run(run)
-    make = maker_of(arguments_by_name(arguments, named))
-    return replay_steps(target_of(recorded, step, stage), make, settings_of(recorded, args))[-1]
+    return replay_steps(target_of(recorded, step, stage), maker_of(arguments, named), args)[-1]
 
 
-def arguments_by_name(arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a `GRPOTrainer`; the first two may be given by position."""
+def maker_of(arguments: Sequence[Any], named: Mapping[str, Any]) -> Make:
+    """Returns what makes a trainer with arguments of `GRPOTrainer`, of which the first two may be given by position."""
     if len(arguments) > 2:
         raise TypeError(f"model and reward functions may be given by position, got {len(arguments)} positions")
-    return {**dict(zip(("model", "reward_funcs"), arguments, strict=False)), **named}
-
-
-def maker_of(given: Mapping[str, Any]) -> Make:
-    """Returns what makes a trainer with these arguments."""
+    given = {**dict(zip(("model", "reward_funcs"), arguments, strict=False)), **named}
 
     def make(target: Target, args: GRPOConfig) -> ReplayTrainer:
         return ReplayTrainer(target, args=args, **given)

@@ -133,9 +133,6 @@ class ReplayCollector(Collector):
         return self.experience(groups, cursor, {"time/rollout_s": 0.0, "time/reward_s": 0.0}, errors)
 
 
-SettingsAt = Callable[[int], GRPOConfig]  # the settings of a run at a step
-
-
 @dataclass(frozen=True)
 class Target:
     """A step to replay.
@@ -211,7 +208,7 @@ class ReplayTrainer(GRPOTrainer):
 
     Args:
         target: What to repeat.
-        arguments: Those of `GRPOTrainer`, with `replay_settings`.
+        arguments: Those of `GRPOTrainer`, with the settings that `prepared` gives.
         named: Likewise.
 
     Attributes:
@@ -221,7 +218,6 @@ class ReplayTrainer(GRPOTrainer):
     collector: ReplayCollector
 
     def __init__(self, target: Target, *arguments: Any, **named: Any) -> None:
-        target.check()
         self.target, self.first_step = target, 0
         super().__init__(*arguments, **named)
         self.pipeline = None  # rollouts of earlier policies are sampled when they are needed

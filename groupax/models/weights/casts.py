@@ -15,10 +15,10 @@ from groupax.models.weights.nf4 import Nf4, dequantize_nf4
 
 def is_quantized(params: Any) -> bool:
     """Checks whether any of the weights is quantized."""
-    return any(map(_is_quantized_weight, jax.tree.leaves(params, is_leaf=_is_quantized_weight)))
+    return any(map(_is_nf4, jax.tree.leaves(params, is_leaf=_is_nf4)))
 
 
-def _is_quantized_weight(weight: Any) -> bool:
+def _is_nf4(weight: Any) -> bool:
     return isinstance(weight, Nf4)
 
 
@@ -26,10 +26,10 @@ def cast_unquantized(params: Params, dtype: Any) -> Params:
     """Casts the weights to a dtype, except quantized ones; arrays that have the dtype already are not copied."""
 
     def cast(path: tuple[Any, ...], x: Any) -> Any:
-        is_kept = _is_quantized_weight(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        is_kept = _is_nf4(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating)
         return x if is_kept else x.astype(weight_dtype(path, dtype))
 
-    return jax.tree_util.tree_map_with_path(cast, params, is_leaf=_is_quantized_weight)
+    return jax.tree_util.tree_map_with_path(cast, params, is_leaf=_is_nf4)
 
 
 # A copy of the weights for decoding in bfloat16, as one program.
@@ -41,7 +41,7 @@ def dense(weight: Any, dtype: Any) -> Float[Array, "..."]:
     if isinstance(weight, AdaptedWeight):
         change = jnp.einsum("or,ri->oi", weight.change.b.astype(jnp.float32), weight.change.a.astype(jnp.float32))
         return (dense(weight.base, jnp.float32) + weight.scale * change).astype(dtype)
-    if isinstance(weight, Nf4):
+    if _is_nf4(weight):
         return dequantize_nf4(weight, dtype)
     return weight.astype(dtype)
 
@@ -50,6 +50,6 @@ def dense_params(params: Params, dtype: Any) -> Params:
     """Converts all weights to plain arrays (see `dense`), which merges an adapter into its base."""
 
     def is_weight(x: Any) -> bool:
-        return isinstance(x, AdaptedWeight) or _is_quantized_weight(x)
+        return isinstance(x, AdaptedWeight) or _is_nf4(x)
 
     return jax.tree.map(lambda weight: dense(weight, dtype), params, is_leaf=is_weight)
