@@ -138,7 +138,9 @@ def load_model(
     check_tensors(config, tensors, folder, quantized)
     if is_tied and HEAD in tensors:
         tensors[HEAD].check(tensors[embedding].shape, f"{folder}: {HEAD}")
-        parts = (slice(start, start + COMPARED_ROWS) for start in range(0, tensors[HEAD].shape[0], COMPARED_ROWS))
+        num_rows = tensors[HEAD].shape[0]
+        starts = range(0, num_rows, COMPARED_ROWS)
+        parts = (slice(start, min(start + COMPARED_ROWS, num_rows)) for start in starts)
         pairs = ([tensors[name].read((part, slice(None))) for name in (HEAD, embedding)] for part in parts)
         if not all(np.array_equal(head, embedded) for head, embedded in pairs):
             raise ValueError(
