@@ -26,9 +26,10 @@ from groupax.objective.aggregation import Denominators
 from groupax.parallel.memory import peak_memory_bytes
 from groupax.parallel.mesh import num_data_shards
 from groupax.runs.build import learner_settings
+from groupax.training.accumulator import zero_grads
 from groupax.training.learner import Learner
 from groupax.training.packing import pack
-from groupax.training.step import StepSettings, micro_step, shard_batch, zero_grads
+from groupax.training.step import StepSettings, micro_step, shard_batch
 
 LENGTHS = (2048, 4096, 8192, 16_384)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from groupax.core.config import GRPOConfig
 from groupax.core.errors import RewardError
+from groupax.core.schedule import UpdateSchedule, update_schedule
 from groupax.core.settings.sampling import SamplingParams
 from groupax.core.storage.buckets import is_remote
 from groupax.core.types import Metrics, Prompt, PromptImages, Row
@@ -34,7 +35,7 @@ from groupax.rewards.runner import RewardRunner
 from groupax.rollouts.collector import Collector, Episodes, Scoring
 from groupax.rollouts.estimates import Estimate
 from groupax.rollouts.pipeline import Pipeline, Policy
-from groupax.rollouts.state import Cursor, Experience, UpdateSchedule, update_schedule
+from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.build import (
     check_datasets,
     check_settings,

@@ -4,7 +4,7 @@ The denominators of the weights are counted over the whole optimizer step, all d
 first of them runs. The losses of micro-batches therefore add up to the loss of the step, however it is split.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.core.settings.objective import ObjectiveSettings
-from groupax.core.types import Metrics
+from groupax.core.types import Metrics, Row
 from groupax.parallel.pytree import pytree
 
 
@@ -26,6 +26,18 @@ class Denominators:
 
     num_rows: Float[Array, ""]
     num_tokens: Float[Array, ""]
+
+
+def denominators(rows: Sequence[Row], with_masked_rows: bool) -> Denominators:
+    """Returns the number of rows and of loss tokens of a step; rows of failed environments are not counted.
+
+    Args:
+        rows: rows of the step.
+        with_masked_rows: whether other rows without a loss token count too.
+    """
+    num_rows = sum(bool(row.mask.any()) or (with_masked_rows and not row.is_failure) for row in rows)
+    num_tokens = sum(int(row.mask.sum()) for row in rows)
+    return Denominators(jnp.float32(max(num_rows, 1)), jnp.float32(max(num_tokens, 1)))
 
 
 # (number of loss tokens of each row, counts of the step, settings) -> the weight of each row's token losses.

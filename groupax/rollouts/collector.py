@@ -12,6 +12,7 @@ import numpy as np
 
 from groupax.core.config import GRPOConfig
 from groupax.core.errors import RewardError, RunError, is_out_of_memory
+from groupax.core.schedule import UpdateSchedule
 from groupax.core.settings.objective import AdvantageSettings
 from groupax.core.settings.sampling import SamplingParams
 from groupax.core.types import Metrics, Rollout, Row, TrainerState
@@ -19,6 +20,7 @@ from groupax.data.examples import visit_order
 from groupax.data.prompts import PromptSet
 from groupax.data.tokenizer import decode, special_token_ids
 from groupax.engine.sequence import PolicySampler, Sampler, Sequence
+from groupax.episodes.branches import row_of_branch
 from groupax.episodes.environment import warn_of_failure
 from groupax.episodes.episode import stacked_experts
 from groupax.episodes.play import Prompts, fault_of, play_episodes
@@ -44,7 +46,7 @@ from groupax.rollouts.completions import (
     trl_zero_std_frac,
     with_logged,
 )
-from groupax.rollouts.state import Cursor, Experience, Group, UpdateSchedule, masked_ends, row_of, row_of_branch
+from groupax.rollouts.state import Cursor, Experience, Group, masked_ends, row_of
 from groupax.training.learner import Learner
 
 
@@ -398,7 +400,7 @@ def advantages_of(
     return replace(advantages, rewards=totals)
 
 
-def with_advantages(groups: Many[Group], advantages: Advantages) -> list[Group]:
+def with_advantages(groups: Many[Many[Rollout]], advantages: Advantages) -> list[Group]:
     """Returns groups whose completions have these advantages, in their order."""
     values = iter(advantages.values.tolist())
     return [[replace(row, advantage=next(values)) for row in group] for group in groups]

@@ -4,16 +4,13 @@ Imports no jax.
 """
 
 import itertools
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import numpy as np
 
-from groupax.core.config import GRPOConfig
 from groupax.core.settings.objective import MaskSettings
-from groupax.core.types import TRUNCATIONS, Branch, FinishReason, Metrics, Rollout, Row
+from groupax.core.types import TRUNCATIONS, FinishReason, Metrics, Rollout, Row
 
 Group = list[Rollout]
 
@@ -98,80 +95,4 @@ def row_of(rollout: Rollout, group: int, masked_ends: Collection[FinishReason], 
         experts=rollout.experts,
         is_failure=rollout.is_failure,
         images=rollout.images,
-    )
-
-
-def row_of_branch(branch: Branch, group: int, row: Row, advantage: float) -> Row:
-    """Returns a further stream of an episode as a row."""
-    return replace(
-        row,
-        group=group,
-        prompt=branch.prompt_ids,
-        completion=branch.completion_ids,
-        mask=branch.mask & bool(row.mask.any()),
-        advantages=np.where(branch.mask, np.float32(advantage), np.float32(0.0)),
-        rollout_logp=branch.policy_logps,
-        sampler_logp=None if row.sampler_logp is None else branch.sampler_logps,
-        experts=None,
-        is_branch=True,
-    )
-
-
-MAX_DENOMINATOR = 10_000  # of a number of epochs
-
-
-@dataclass(frozen=True)
-class UpdateSchedule:
-    """A schedule of optimizer steps: each update takes the next minibatch of the passes over a rollout."""
-
-    prompts_per_rollout: int  # prompts that each rollout trains on
-    minibatches: int  # minibatches that the rows of a rollout are cut into
-    rows: int  # rows of a minibatch
-    num_passes: int  # passes over each rollout
-    drop_last: bool  # whether an epoch drops its last incomplete rollout
-
-    @property
-    def updates_per_rollout(self) -> int:
-        """Optimizer steps on each rollout, in all passes."""
-        return self.minibatches * self.num_passes
-
-    @property
-    def rows_per_step(self) -> int:
-        """Completions of an optimizer step."""
-        return self.rows
-
-    def prompts_per_epoch(self, num_examples: int) -> int:
-        """Returns the number of prompts that an epoch visits.
-
-        Raises:
-            ValueError: there are fewer prompts than a rollout takes, and the incomplete rollout is dropped.
-        """
-        if not self.drop_last:
-            return num_examples
-        if num_examples < self.prompts_per_rollout:
-            raise ValueError(
-                f"the dataset has {num_examples} prompts and a rollout takes {self.prompts_per_rollout}, which leaves "
-                "nothing of an epoch (drop_last); lower prompts_per_step or updates_per_rollout"
-            )
-        return num_examples - num_examples % self.prompts_per_rollout
-
-    def num_steps(self, num_examples: int, num_epochs: float | int, max_steps: int) -> int:
-        """Returns the optimizer steps of a run: `max_steps`, or those that visit every prompt `num_epochs` times."""
-        prompts = self.prompts_per_epoch(num_examples)
-        if max_steps > 0:
-            return max_steps
-        if self.drop_last:
-            return math.ceil(num_epochs * (prompts // self.prompts_per_rollout) * self.updates_per_rollout)
-        epochs = Fraction(num_epochs).limit_denominator(MAX_DENOMINATOR)
-        return max(1, math.ceil(num_examples * epochs * self.minibatches / self.prompts_per_rollout)) * self.num_passes
-
-
-def update_schedule(args: GRPOConfig) -> UpdateSchedule:
-    """Returns the schedule that the settings ask for."""
-    return UpdateSchedule(
-        args.prompts_per_step * args.updates_per_rollout,
-        args.updates_per_rollout,
-        args.prompts_per_step * args.num_generations,
-        args.num_iterations,
-        args.drop_last,
     )

@@ -48,7 +48,9 @@ def memory_facts(learner: Learner, num_rows: int, cache_bytes: int = 0) -> dict[
     arrays = {id(x): x for x in leaves if isinstance(x, jax.Array) and not is_on_host(x)}  # the rest are few numbers
     held = sum(x.addressable_shards[0].data.nbytes for x in arrays.values())
     rollout = f"{_size(cache_bytes)} in a rollout and " if cache_bytes else ""
-    then = f"about {rollout}{_size(learner.planned_update_bytes(num_rows))} in an update"
+    rows, tokens = -(-num_rows // learner.num_shards), learner.settings.micro_batch_tokens
+    update = learner.memory().update_bytes(learner.state.params, rows, tokens, learner.execution.checkpointing)
+    then = f"about {rollout}{_size(update)} in an update"
     return {"planned memory": f"{_size(held)} per device for weights and optimizer, plus {then}"}
 
 

@@ -5,15 +5,17 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from groupax.core.types import Image, Row
 from groupax.engine.images import joined_features
 from groupax.models.logprobs import RaggedBatch, RaggedImages
+from groupax.models.specs import Params
 from groupax.models.vision.config import VisionConfig
 from groupax.models.vision.placement import continued, image_blocks, num_features
-from groupax.models.vision.tower import FeatureCache, ImageBatch, batch_images
+from groupax.models.vision.tower import FeatureCache, ImageBatch, batch_images, encode_images
 from groupax.parallel.pytree import pytree
 from groupax.training.shapes import RowGroup
 
@@ -115,6 +117,20 @@ def computed_features(config: VisionConfig, images: Sequence[Sequence[Image]]) -
         ids[shard, : len(own_ids)] = own_ids
     joined: ImageBatch = jax.tree.map(lambda *shards: np.concatenate(shards), *tiles)
     return Features(images=joined, rows=rows.reshape(-1), dropout_ids=ids.reshape(-1))
+
+
+def feature_values(
+    vision: VisionConfig | None, features: Features | None, params: Params
+) -> Float[Array, "levels F D"] | None:
+    """Returns the features of a micro-batch's images, computed if they are not known; None without images."""
+    if features is None:
+        return None
+    if features.known is not None:
+        return jnp.swapaxes(features.known, 0, 1)
+    assert vision is not None, "the model sees images"
+    assert features.images is not None, "features are computed"
+    assert features.rows is not None, "features are computed"
+    return encode_images(vision, params["vision"], features.images)[:, features.rows]
 
 
 def _image_dropout_ids(image: Image) -> UInt32[np.ndarray, "T"]:

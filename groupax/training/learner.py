@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from groupax.core.settings.compute import Checkpointing, UpdateSettings, VisionSettings
+from groupax.core.settings.compute import UpdateSettings, VisionSettings
 from groupax.core.settings.fields import like
 from groupax.core.settings.objective import EntropySettings, MaskSettings, ObjectiveSettings, ReferenceSettings
 from groupax.core.settings.optimizer import LearningRateSettings, OptimizerSettings
@@ -25,15 +25,16 @@ from groupax.models.specs import Params
 from groupax.models.vision.tower import FeatureCache
 from groupax.models.weights.casts import cast_unquantized
 from groupax.models.weights.checkpoint import Model
-from groupax.objective.aggregation import Denominators, MetricSums, mean_metrics
+from groupax.objective.aggregation import Denominators, MetricSums, denominators, mean_metrics
 from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state, top_entropy_threshold
 from groupax.parallel.collectives import on_devices, on_host, to_host, weights_digest
 from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import num_data_shards, splits_model
+from groupax.training.accumulator import GradAccumulator, all_reduce, zero_grads
 from groupax.training.images import computed_features, known_features
 from groupax.training.memory import UpdateMemory, compute_dtype, efficiency_metrics, explain_out_of_memory
 from groupax.training.optimizer import make_optimizer, make_schedule
-from groupax.training.packing import MicroBatch, Packed, attention_cost_with, denominators, pack, unpack
+from groupax.training.packing import MicroBatch, Packed, attention_cost_with, pack, unpack
 from groupax.training.shapes import Shape
 from groupax.training.state import (
     TrainState,
@@ -45,17 +46,7 @@ from groupax.training.state import (
     offload_state,
     untrained_weights,
 )
-from groupax.training.step import (
-    GradAccumulator,
-    StepSettings,
-    all_reduce,
-    apply_update,
-    micro_step,
-    policy_loss,
-    score,
-    shard_batch,
-    zero_grads,
-)
+from groupax.training.step import StepSettings, apply_update, micro_step, policy_loss, score, shard_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +135,11 @@ class Learner:
         self.longest = longest
         reduce_dtype = settings.fsdp_reduce_dtype
         self.execution = execution_for(device.platform, "none", settings.scan_layers, fused, reduce_dtype)
-        self.execution = replace(self.execution, checkpointing=self._checkpointing())
+        memory, choice = self.memory(), settings.gradient_checkpointing
+        if choice == "auto":
+            memory.check_longest_row()
+        checkpointing = memory.checkpointing(choice, settings.micro_batch_tokens)
+        self.execution = replace(self.execution, checkpointing=checkpointing)
         self.num_shards = num_data_shards(self.mesh)
         self.shapes: list[Shape] = []
         self.entropy = EntropyState(settings.entropy.entropy_coef)
@@ -163,16 +158,13 @@ class Learner:
     @cached_property
     def micro_batch_tokens(self) -> int:
         """Tokens of a micro-batch on one device: the setting, or what fits when the first one is packed."""
-        return self.settings.micro_batch_tokens or self._memory().fitting_tokens(self.execution.checkpointing)
+        return self.settings.micro_batch_tokens or self.memory().fitting_tokens(self.execution.checkpointing)
 
-    def planned_update_bytes(self, num_rows: int) -> int:
-        """Returns about how much memory of a device an update takes for a time: gradients and activations."""
-        memory, checkpointing = self._memory(), self.execution.checkpointing
-        tokens = self.settings.micro_batch_tokens or memory.fitting_tokens(checkpointing)
-        most = -(-num_rows // self.num_shards) * memory.longest_row
-        leaves = [x for x in jax.tree.leaves(self.state.params) if isinstance(x, jax.Array)]
-        gradients = sum(4 * math.prod(x.sharding.shard_shape(x.shape)) for x in leaves)
-        return gradients + min(max(tokens, memory.longest_row), most) * memory.bytes_per_token(checkpointing)
+    def memory(self) -> UpdateMemory:
+        """Returns the memory that activations need, and what weights and optimizer state leave free of the devices'."""
+        longest, is_fused = -(-sum(self.longest) // self.mesh.shape["sp"]), self.execution.attention is not None
+        free = math.inf if self.on_cpu else free_memory_bytes(self.mesh)
+        return UpdateMemory(self.config, self.dtype.itemsize, longest, is_fused, free)
 
     def restore(self, state: TrainState, reference: Params | None) -> None:
         """Continues from a saved state; the reference stays as it is if there is none."""
@@ -349,17 +341,6 @@ class Learner:
     def trained(self) -> Params:
         """Returns the trained weights in compute dtype: the masters themselves where they have it, until an update."""
         return self.state.params if self.dtype == jnp.float32 else cast_params(self.state.params, dtype=self.dtype)
-
-    def _checkpointing(self) -> Checkpointing:
-        memory, choice = self._memory(), self.settings.gradient_checkpointing
-        if choice == "auto":
-            memory.check_longest_row()
-        return memory.checkpointing(choice, self.settings.micro_batch_tokens)
-
-    def _memory(self) -> UpdateMemory:
-        longest, is_fused = -(-sum(self.longest) // self.mesh.shape["sp"]), self.execution.attention is not None
-        free = math.inf if self.on_cpu else free_memory_bytes(self.mesh)
-        return UpdateMemory(self.config, self.dtype.itemsize, longest, is_fused, free)
 
     def _pack(self, rows: Sequence[Row]) -> list[Packed]:
         cost, share_prefix = attention_cost_with(self.execution.attention), self.settings.share_prefix

@@ -17,6 +17,7 @@ from groupax.models.attention import MAX_UNBLOCKED_COLUMNS
 from groupax.models.config import ModelConfig
 from groupax.models.execution import Execution
 from groupax.models.flops import activation_bytes_per_token, forward_flops
+from groupax.models.specs import Params
 from groupax.parallel.memory import peak_flops, peak_memory_bytes
 from groupax.training.packing import Packed
 
@@ -60,6 +61,15 @@ class UpdateMemory:
             return CPU_MICRO_BATCH_TOKENS
         fitting = int(0.5 * self.free_bytes / self.bytes_per_token(checkpointing))
         return max(1024, min(MAX_MICRO_BATCH_TOKENS, fitting // 1024 * 1024))
+
+    def update_bytes(
+        self, params: Params, num_rows: int, micro_batch_tokens: int | None, checkpointing: Checkpointing
+    ) -> int:
+        """Returns about how much an update of `num_rows` rows takes for a time: gradients and activations."""
+        tokens = max(micro_batch_tokens or self.fitting_tokens(checkpointing), self.longest_row)
+        leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+        gradients = sum(4 * math.prod(x.sharding.shard_shape(x.shape)) for x in leaves)
+        return gradients + min(tokens, num_rows * self.longest_row) * self.bytes_per_token(checkpointing)
 
     def checkpointing(self, choice: CheckpointingChoice, micro_batch_tokens: int | None) -> Checkpointing:
         """Returns what the backward pass recomputes."""

@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, UInt32
 
@@ -21,7 +20,6 @@ from groupax.models.execution import FusedAttention
 from groupax.models.kernels.fused_attention import MIN_QUERIES
 from groupax.models.logprobs import RaggedBatch
 from groupax.models.vision.config import VisionConfig
-from groupax.objective.aggregation import Denominators
 from groupax.objective.losses import LossInputs
 from groupax.parallel.collectives import to_host
 from groupax.parallel.pytree import pytree
@@ -225,15 +223,3 @@ def unpack(packed: Sequence[Packed], values: Sequence[Any], rows: Sequence[Row])
             if index >= 0:
                 result[index] = value[: len(rows[index].completion)]
     return result
-
-
-def denominators(rows: Sequence[Row], with_masked_rows: bool) -> Denominators:
-    """Returns the number of rows and of loss tokens of a step; rows of failed environments are not counted.
-
-    Args:
-        rows: rows of the step.
-        with_masked_rows: whether other rows without a loss token count too.
-    """
-    num_rows = sum(bool(row.mask.any()) or (with_masked_rows and not row.is_failure) for row in rows)
-    num_tokens = sum(int(row.mask.sum()) for row in rows)
-    return Denominators(jnp.float32(max(num_rows, 1)), jnp.float32(max(num_tokens, 1)))

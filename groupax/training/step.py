@@ -1,9 +1,4 @@
-"""The gradient of an optimizer step, accumulated over micro-batches.
-
-Each device of the data axes computes its own rows and accumulates gradients and metrics locally; one all-reduce per
-step adds them up. Gradients of weights that are sharded over a data axis are reduce-scattered in each micro-batch, and
-each device accumulates its own shard.
-"""
+"""The gradient of a micro-batch, and the update of the weights by the sum of them (see `accumulator`)."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Key
 
 from groupax.core.settings.objective import ObjectiveSettings
@@ -25,77 +20,19 @@ from groupax.models.experts import Routing, load_balancing_loss
 from groupax.models.logprobs import gather_with_inverse, grouped_logprobs, local_tokens
 from groupax.models.params import layout_of, partition_specs
 from groupax.models.specs import Params
-from groupax.models.vision.tower import encode_images
-from groupax.objective.aggregation import Denominators, MetricSums, join, merge, psum_metrics
-from groupax.objective.losses import old_logprobs, policy_objective, zero_metrics
+from groupax.objective.aggregation import Denominators, MetricSums, join
+from groupax.objective.losses import old_logprobs, policy_objective
 from groupax.parallel.collectives import psum, to_device
 from groupax.parallel.mesh import DATA, TOKENS, Layout
-from groupax.parallel.pytree import pytree
+from groupax.training.accumulator import LOGP_DIFF, ROUTER_LOSS, ROWS, GradAccumulator, accumulator_pspecs, added
+from groupax.training.images import feature_values
 from groupax.training.packing import MicroBatch
 from groupax.training.state import REPLICATED, TrainState, shard_state, state_shardings, update_by_layer
-
-ROWS = PartitionSpec(DATA)
-LOGP_DIFF = "rollout/logp_diff"  # |log-prob of the engine - log-prob of the trainer|, of the same weights
-ROUTER_LOSS = "router/aux_loss"  # load-balancing loss of a mixture of experts, before its coefficient
-
-
-@pytree
-class GradAccumulator:
-    """The sums over an optimizer step's micro-batches: one per device, along a first dim, until `all_reduce`."""
-
-    grads: Params  # float32 gradients of the loss
-    loss: Float[Array, ""]  # loss of the step so far
-    metrics: MetricSums  # metrics of the step so far
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
     """Puts host arrays on the devices, their first dim sharded over the data axes."""
     return to_device(batch, NamedSharding(mesh, ROWS))
-
-
-def accumulator_pspecs(config: ModelConfig, mesh: Mesh, params: Params, accumulator: GradAccumulator) -> Any:
-    """Returns the pspecs of an accumulator: gradients like their weights, after a dim for the devices."""
-
-    def gradient(spec: PartitionSpec) -> PartitionSpec:
-        return PartitionSpec(_partial_axes(spec), *spec)
-
-    grads = jax.tree.map(gradient, partition_specs(config, mesh, params))
-    return _with_gradient_pspecs(accumulator, grads, ROWS)
-
-
-def _with_gradient_pspecs(accumulator: GradAccumulator, grads: Any, others: PartitionSpec) -> Any:
-    structure, leaves = jax.tree.structure(accumulator), jax.tree.leaves(grads)
-    return jax.tree.unflatten(structure, [*leaves, *[others] * (structure.num_leaves - len(leaves))])
-
-
-def _partial_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """Returns the mesh axes along which the gradients of a weight with this pspec are partial sums."""
-    return tuple(axis for axis in TOKENS if axis not in spec)
-
-
-@partial(jax.jit, static_argnames=("config", "settings", "mesh"))
-def zero_grads(params: Params, *, config: ModelConfig, settings: ObjectiveSettings, mesh: Mesh) -> GradAccumulator:
-    """Creates each device's accumulator for an optimizer step."""
-    accumulator = jax.eval_shape(lambda params: _zeros(params, config, settings), params)
-    program = jax.shard_map(
-        lambda params: jax.tree.map(lambda x: x[None], _zeros(params, config, settings)),
-        mesh=mesh,
-        in_specs=(partition_specs(config, mesh, params),),
-        out_specs=accumulator_pspecs(config, mesh, params, accumulator),
-        check_vma=False,
-    )
-    return program(params)
-
-
-def _zeros(params: Params, config: ModelConfig, settings: ObjectiveSettings) -> GradAccumulator:
-    zero = jnp.float32(0.0)
-    router = MetricSums({ROUTER_LOSS: zero} if config.experts else {}, {}, {})
-    engine = MetricSums({f"{LOGP_DIFF}_mean": zero}, {}, {f"{LOGP_DIFF}_max": jnp.float32(-jnp.inf)})
-    return GradAccumulator(
-        grads=jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params),
-        loss=zero,
-        metrics=join(join(zero_metrics(settings), router), engine),
-    )
 
 
 @dataclass(frozen=True)
@@ -158,13 +95,7 @@ def micro_step(
         (loss, (metrics, logp, entropy)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
         logp_diff = jnp.where(inputs.mask, jnp.abs(old_logprobs(logp, inputs) - inputs.rollout_logp), 0.0)
         engine = MetricSums({f"{LOGP_DIFF}_mean": jnp.sum(logp_diff)}, {}, {f"{LOGP_DIFF}_max": jnp.max(logp_diff)})
-        before = jax.tree.map(lambda x: x[0], accumulator)
-        after = GradAccumulator(
-            grads=jax.tree.map(lambda total, grad: total + grad.astype(jnp.float32), before.grads, grads),
-            loss=before.loss + loss,
-            metrics=merge(before.metrics, join(metrics, engine)),
-        )
-        return jax.tree.map(lambda x: x[None], after), (logp, entropy)
+        return added(accumulator, grads, loss, join(metrics, engine)), (logp, entropy)
 
     params_pspecs = partition_specs(config, mesh, params)
     pspecs = accumulator_pspecs(config, mesh, params, accumulator)
@@ -184,28 +115,6 @@ def router_loss_coef(config: ModelConfig, settings: ObjectiveSettings) -> float:
 def _frozen_pspecs(config: ModelConfig, mesh: Mesh, frozen: FrozenBase) -> Any:
     leaves = jax.tree.leaves(partition_specs(config, mesh, frozen.params))
     return jax.tree.unflatten(jax.tree.structure(frozen), [*leaves, REPLICATED])
-
-
-@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("accumulator",))
-def all_reduce(accumulator: GradAccumulator, *, config: ModelConfig, mesh: Mesh) -> GradAccumulator:
-    """Adds up the accumulators of all devices; gradients come out sharded like their weights."""
-    specs = partition_specs(config, mesh, accumulator.grads)
-
-    def local(accumulator: GradAccumulator) -> GradAccumulator:
-        own = jax.tree.map(lambda x: x[0], accumulator)
-        by_axes: dict[tuple[str, ...], list[int]] = {}
-        leaves, structure = jax.tree.flatten(own.grads)
-        for index, spec in enumerate(jax.tree.leaves(specs)):
-            by_axes.setdefault(_partial_axes(spec), []).append(index)
-        for axes, indices in by_axes.items():
-            for index, grad in zip(indices, lax.psum([leaves[index] for index in indices], axes), strict=True):
-                leaves[index] = grad
-        loss = lax.psum(own.loss, DATA)
-        return GradAccumulator(jax.tree.unflatten(structure, leaves), loss, psum_metrics(own.metrics, DATA))
-
-    in_specs = (accumulator_pspecs(config, mesh, accumulator.grads, accumulator),)
-    out_specs = _with_gradient_pspecs(accumulator, specs, REPLICATED)
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(accumulator)
 
 
 @partial(jax.jit, static_argnames="settings")
@@ -233,26 +142,13 @@ def _logprobs(
         settings.execution,
         settings.objective.entropy_bonus,
         layout,
-        _features(settings.config, params, batch),
+        feature_values(settings.config.vision, batch.features, params),
     )
     return (
         gather_with_inverse(logp, batch.cells, batch.slots),
         gather_with_inverse(entropy, batch.cells, batch.slots),
         routings,
     )
-
-
-def _features(config: ModelConfig, params: Params, batch: MicroBatch) -> Float[Array, "levels F D"] | None:
-    """Returns the features of the micro-batch's images; None if there are none."""
-    features = batch.features
-    if features is None:
-        return None
-    if features.known is not None:
-        return jnp.swapaxes(features.known, 0, 1)
-    assert config.vision is not None, "the model sees images"
-    assert features.images is not None, "features are computed"
-    assert features.rows is not None, "features are computed"
-    return encode_images(config.vision, params["vision"], features.images)[:, features.rows]
 
 
 def _balance(routings: list[Routing], batch: MicroBatch, layout: Layout) -> Float[Array, ""]:

@@ -19,9 +19,10 @@ from groupax.models.weights.checkpoint import load_model
 from groupax.models.weights.saving import host_tensors, param_leaves
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
+from groupax.training.accumulator import all_reduce, zero_grads
 from groupax.training.images import computed_features
 from groupax.training.packing import pack
-from groupax.training.step import StepSettings, all_reduce, micro_step, shard_batch, zero_grads
+from groupax.training.step import StepSettings, micro_step, shard_batch
 
 from . import trl_images as trl
 

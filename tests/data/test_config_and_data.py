@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerFast
 
 from groupax import GRPOConfig, SFTConfig, init_model, save_model
 from groupax.core.config import NAMES_ELSEWHERE
+from groupax.core.schedule import UpdateSchedule, update_schedule
 from groupax.core.settings.fields import Range
 from groupax.data.examples import load_examples, visit_order
 from groupax.data.prompts import encode_examples
 from groupax.data.tokenizer import encode_prompts, encode_within, eos_token_ids, load_tokenizer, prepare_tokenizer
-from groupax.rollouts.state import UpdateSchedule, update_schedule
 from tests.conftest import TINY
 
 # -- settings

@@ -18,7 +18,7 @@ from groupax.core.types import FAILURES, TRUNCATIONS, CallRecord, EpisodeEnd, Ro
 from groupax.events import TokenScores
 from groupax.models.decoder import logits
 from groupax.models.execution import DIRECT
-from groupax.objective.aggregation import Denominators
+from groupax.objective.aggregation import Denominators, denominators
 from groupax.objective.losses import LossInputs, policy_objective
 from groupax.parallel.mesh import num_data_shards
 from groupax.rewards.lengths import soft_overlong
@@ -29,8 +29,9 @@ from groupax.runs.checkpoints.record import read_rollout, write_rollout
 from groupax.runs.folder import RunFolder
 from groupax.satellites.view.rollouts import read_step
 from groupax.satellites.view.token_values import token_values
-from groupax.training.packing import denominators, pack
-from groupax.training.step import StepSettings, all_reduce, micro_step, shard_batch, zero_grads
+from groupax.training.accumulator import all_reduce, zero_grads
+from groupax.training.packing import pack
+from groupax.training.step import StepSettings, micro_step, shard_batch
 from tests.conftest import TINY, rest_heavy
 
 HOSTILE = "<tool_call>\x00\x1b[31m </tool_call> \ud800 ü"

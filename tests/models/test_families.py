@@ -22,8 +22,8 @@ from groupax.models.weights.casts import bfloat16_params
 from groupax.models.weights.tensor_files import Tensor, own_tensors
 from groupax.parallel.mesh import make_mesh
 from groupax.rewards.model import RewardModel
+from groupax.training.accumulator import ROUTER_LOSS
 from groupax.training.state import cast_params
-from groupax.training.step import ROUTER_LOSS
 from tests.conftest import TINY, assert_trees_match, one_device_mesh
 from tests.data.test_config_and_data import a_tokenizer
 from tests.parallel.test_mesh import after_updates

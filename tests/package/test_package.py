@@ -59,6 +59,7 @@ ROOMS = [
 WITHOUT_JAX = [
     "groupax",
     "groupax.core.config",
+    "groupax.core.schedule",
     "groupax.data.bridge",
     "groupax.data.chat",
     "groupax.tools.formats",

@@ -131,9 +131,9 @@ ENOUGH_FOR_DOTS = 2.0 * 4096 * UpdateMemory(read_config(TINY), 4, 90, False, 1.0
 
 def a_learner(monkeypatch, free_bytes, **settings):
     """A learner of a device with this much free memory."""
-    on_cpu = Learner._memory
+    on_cpu = Learner.memory
     with monkeypatch.context() as patched:
-        patched.setattr(Learner, "_memory", lambda self: replace(on_cpu(self), free_bytes=free_bytes))
+        patched.setattr(Learner, "memory", lambda self: replace(on_cpu(self), free_bytes=free_bytes))
         model = init_model(TINY, mesh=one_device_mesh())
         return Learner(model, learner_settings(GRPOConfig(**settings)), 10, (30, 60))
 

@@ -4,18 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from groupax.core.schedule import UpdateSchedule
 from groupax.core.settings.sampling import SamplingParams
-from groupax.core.types import Metrics, Rollout, Row
+from groupax.core.types import Metrics, Row
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.events import TokenScores
 from groupax.rewards.contract import reward_matrix
-from groupax.rollouts.collector import advantages_of
+from groupax.rollouts.collector import advantages_of, with_advantages
 from groupax.rollouts.completions import reward_metrics, trl_zero_std_frac
-from groupax.rollouts.state import UpdateSchedule, masked_ends, row_of
 from groupax.runs.checkpoints.fingerprint import Identity
 from groupax.trainer import GRPOTrainer
+from groupax.training.accumulator import ROUTER_LOSS
 from groupax.training.learner import Update
-from groupax.training.step import ROUTER_LOSS
 
 
 def with_trl_names(metrics: Metrics) -> Metrics:
@@ -30,23 +30,15 @@ def with_trl_metrics(trainer: Any, evaluation: SetEvaluation) -> SetEvaluation:
     advantages = advantages_of(rollouts, names, trainer.reward_weights, evaluation.params.n, settings)
     metrics = reward_metrics(names, reward_matrix(names, rollouts), advantages)
     metrics |= trl_zero_std_frac(advantages, settings.scale_rewards, settings.multi_objective_aggregation)
-    scored = [
-        replace(rollout, advantage=float(value)) for rollout, value in zip(rollouts, advantages.values, strict=True)
-    ]
-    measured = with_trl_names(trainer.learner.measure(_rows(trainer, scored, evaluation.params.n)))
+    minibatches = trainer.collector.cut(with_advantages(evaluation.groups, advantages))
+    rows = _with_reference(trainer, [row for minibatch in minibatches for row in minibatch])
+    measured = with_trl_names(trainer.learner.measure(rows))
     return replace(evaluation, metrics=metrics | measured | evaluation.metrics)
 
 
-def _rows(trainer: Any, rollouts: Sequence[Rollout], num_generations: int) -> list[Row]:
-    learner, settings = trainer.learner, trainer.args
-    ends = masked_ends(settings)
-    has_correction = settings.rollout_correction != "none"
-    numbers: dict[tuple[int, bytes], int] = {}  # rows of one number share the computation of their prompt
-    rows = []
-    for index, rollout in enumerate(rollouts):
-        number = numbers.setdefault((index // num_generations, rollout.prompt_ids.tobytes()), len(numbers))
-        rows.append(row_of(rollout, number, ends, has_correction))
-    if learner.reference is None or settings.use_kl_in_reward:
+def _with_reference(trainer: Any, rows: list[Row]) -> list[Row]:
+    learner = trainer.learner
+    if learner.reference is None or trainer.args.use_kl_in_reward:
         return rows
     shapes = learner.shapes
     try:

@@ -7,8 +7,8 @@ from typing import Any
 from groupax.compat.fields import EVAL_SAMPLING, arguments, parse_mapping, scale_rewards, warn
 from groupax.compat.trl.arguments import TrainingArguments
 from groupax.compat.trl.batches import trl_schedule
+from groupax.core.schedule import UpdateSchedule
 from groupax.core.settings.fields import nearest, shown
-from groupax.rollouts.state import UpdateSchedule
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from groupax.core.config import GRPOConfig
+from groupax.core.schedule import UpdateSchedule, update_schedule
 from groupax.core.settings.compute import Checkpointing
 from groupax.core.settings.sampling import SamplingParams, sampling_kind
 from groupax.core.types import Row
@@ -31,7 +32,6 @@ from groupax.models.params import partition_specs
 from groupax.models.weights.casts import bfloat16_params
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import decoding_mesh, num_data_shards
-from groupax.rollouts.state import UpdateSchedule, update_schedule
 from groupax.satellites.planning.abstract import (
     AbstractModel,
     DoesNotFitError,
@@ -42,18 +42,10 @@ from groupax.satellites.planning.abstract import (
     struct_with,
 )
 from groupax.satellites.planning.counting import bytes_between_hosts
+from groupax.training.accumulator import ROWS, accumulator_pspecs, all_reduce, zero_grads
 from groupax.training.memory import compute_dtype
 from groupax.training.packing import attention_cost_with, pack
-from groupax.training.step import (
-    ROWS,
-    StepSettings,
-    accumulator_pspecs,
-    all_reduce,
-    apply_update,
-    micro_step,
-    score,
-    zero_grads,
-)
+from groupax.training.step import StepSettings, apply_update, micro_step, score
 
 ACTIVATIONS, LOGITS = "activations", "logits"  # kinds of temporary memory
 _LENGTH = "max_completion_length"
