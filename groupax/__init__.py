@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from groupax.models.weights.checkpoint import load_model as load_model
     from groupax.models.weights.saving import save_adapter as save_adapter
     from groupax.models.weights.saving import save_model as save_model
+    from groupax.runs.trainer import TrainResult as TrainResult
     from groupax.satellites.environments.mcp_tools import mcp as mcp
     from groupax.satellites.environments.openenv import openenv as openenv
     from groupax.satellites.environments.program import program as program
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from groupax.tools.tool import Step as Step
     from groupax.tools.tool import tool as tool
     from groupax.trainer import GRPOTrainer as GRPOTrainer
-    from groupax.trainer import TrainResult as TrainResult
 
 __version__ = "0.1.0"
 
@@ -57,7 +57,7 @@ _HOME = {
     "Step": "groupax.tools.tool",
     "Trajectory": "groupax.episodes.custom",
     "TraceFile": "groupax.episodes.traces",
-    "TrainResult": "groupax.trainer",
+    "TrainResult": "groupax.runs.trainer",
     "add_adapter": "groupax.models.weights.checkpoint",
     "bisect_run": "groupax.satellites.replay.bisect",
     "init_model": "groupax.models.weights.checkpoint",

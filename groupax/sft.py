@@ -5,14 +5,13 @@ update      minimize the loss of the next sequences                             
 log, save   events to every sink, checkpoints                                      runs/run.py
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from groupax.core.config import SFTConfig
+from groupax.core.schedule import supervised_steps
 from groupax.core.settings.objective import EntropySettings, ObjectiveSettings
 from groupax.core.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.core.settings.sft import ExampleSettings
@@ -35,17 +34,14 @@ from groupax.rollouts.state import Cursor
 from groupax.runs.build import check_datasets, lora_for, model_for, tokenizer_for
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, identity_of
-from groupax.runs.checkpoints.saver import remove_download
 from groupax.runs.diagnostics import Diagnose, supervised_diagnostics
-from groupax.runs.header import data_name, memory_facts, model_facts, recomputation
-from groupax.runs.log import RunLog
+from groupax.runs.header import data_name
 from groupax.runs.model_card import SFT, run_card
 from groupax.runs.progress.display import Progress, headline_text, short_number
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.trainer import Description, Trainer, make_learner
 from groupax.training.learner import LearnerSettings, Update
 
-MAX_DENOMINATOR = 10_000  # of a number of epochs
 OF_SAMPLING = ("ratio/", "rollout/")  # metrics of a comparison with a policy that sampled
 
 
@@ -139,7 +135,7 @@ class SFTTrainer(Trainer):
         self.first_prompt = prompt_of(examples[0], args.dataset_text_field)
         self.eval_examples = {} if eval_dataset is None else self._encode_sets(eval_dataset)
         self.emit(PhaseStarted("preparing the devices"))
-        self.num_steps = self._num_steps()
+        self.steps_per_epoch, self.num_steps = supervised_steps(args, len(self.examples))
         rows = rows_of(self.examples.sequences)
         longest = max(len(row.prompt) for row in rows), max(len(row.completion) for row in rows)
         self.learner = make_learner(self, settings, longest)
@@ -258,23 +254,6 @@ class SFTTrainer(Trainer):
             )
         return encoded
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """The number of optimizer steps that visit every example once."""
-        num, size = len(self.examples), self.args.batch_size
-        return num // size if self.args.drop_last else -(-num // size)
-
-    def _num_steps(self) -> int:
-        args, steps = self.args, self.steps_per_epoch
-        if not steps:
-            raise ValueError(
-                f"the dataset has {len(self.examples)} sequences and a step takes {args.batch_size}, which leaves "
-                "nothing of an epoch (drop_last); lower batch_size"
-            )
-        if args.max_steps > 0:
-            return args.max_steps
-        return max(1, math.ceil(Fraction(args.num_train_epochs).limit_denominator(MAX_DENOMINATOR) * steps))
-
     # -- what its run asks of it -----------------------------------------------------------------------------------
 
     def identity(self) -> Identity:
@@ -283,11 +262,9 @@ class SFTTrainer(Trainer):
         tokens = [array for example in examples for array in (example.ids, example.learned)]
         return identity_of(self.args, self.start_model, self.tokenizer, tokens, (), self.num_steps)
 
-    def restore(self, saved: Saved, log: RunLog) -> None:
+    def restore(self, saved: Saved) -> None:
         """Continues from a checkpoint, after the learner did."""
         self.cursor = Cursor(**saved.state["cursor"])
-        log.resume(saved.state["log"], [], {})
-        remove_download(saved)
 
     def diagnose(self) -> Diagnose:
         """Returns what finds faults of the run in its metrics."""
@@ -300,11 +277,8 @@ class SFTTrainer(Trainer):
         packed = f" in {len(examples):,} sequences" if args.packing else ""
         unit = "sequences" if args.packing else "examples"
         facts = {
-            **model_facts(self.start_model),
-            "data": self.dataset_name,
             "examples": f"{examples.num_examples:,}{packed}{held_out}",
             "steps": f"{self.num_steps:,}, each on {args.batch_size:,} {unit}",
-            **recomputation(args.gradient_checkpointing, self.learner.execution.checkpointing),
         }
         sets = {"train_dataset": examples}
         sets |= {f"eval_dataset {name!r}": each for name, each in self.eval_examples.items()}
@@ -314,7 +288,7 @@ class SFTTrainer(Trainer):
             for name, each in sets.items()
             if each.num_dropped + each.num_truncated
         ]
-        return Description(facts, memory_facts(self.learner, args.batch_size), warnings=warnings)
+        return replace(self.description(facts, args.batch_size), warnings=warnings)
 
     def card(self) -> str:
         """Returns the card of the model."""

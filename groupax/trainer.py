@@ -8,29 +8,24 @@ log, save   events to every sink, checkpoints                                   
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from groupax.core.config import GRPOConfig
-from groupax.core.errors import RewardError
 from groupax.core.schedule import UpdateSchedule, update_schedule
 from groupax.core.settings.sampling import SamplingParams
-from groupax.core.storage.buckets import is_remote
-from groupax.core.types import Metrics, Prompt, PromptImages, Row
-from groupax.data.examples import Examples, describe_source, load_examples
+from groupax.core.types import Prompt, Row
+from groupax.data.examples import describe_source, load_examples
 from groupax.data.prompts import PromptSet
 from groupax.data.tokenizer import eos_token_ids, is_conversational
-from groupax.engine.plan import Demand
 from groupax.episodes.custom import as_rollout_function
-from groupax.episodes.record import FOLDER as RECORDS
 from groupax.evaluation.evaluate import Evaluation, evaluate, find_correctness_reward
 from groupax.events import Listener, PhaseStarted, StepStarted, TokenScores, ignore
 from groupax.models.weights.checkpoint import Model
-from groupax.parallel import processes
 from groupax.parallel.preemption import PreemptionHandler
-from groupax.rewards.resolve import check_columns, resolve_weights
+from groupax.rewards.resolve import resolve_weights
 from groupax.rewards.runner import RewardRunner
 from groupax.rollouts.collector import Collector, Episodes, Scoring
 from groupax.rollouts.estimates import Estimate
@@ -38,9 +33,12 @@ from groupax.rollouts.pipeline import Pipeline, Policy
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.build import (
     check_datasets,
+    check_eval_columns,
     check_settings,
+    demand_of,
     engine_for,
     eval_params,
+    eval_prompts_for,
     eval_sets,
     learner_settings,
     lora_for,
@@ -53,50 +51,17 @@ from groupax.runs.build import (
 )
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, identity_of
-from groupax.runs.checkpoints.record import read_policies, read_rollout, with_scores
-from groupax.runs.checkpoints.saver import remove_download
-from groupax.runs.diagnostics import (
-    START_STEPS,
-    UNSCORED_ROLLOUTS,
-    Diagnose,
-    logp_limit,
-    num_unscored_steps,
-    setup_diagnostics,
-    step_diagnostics,
-)
-from groupax.runs.header import data_name, memory_facts, model_facts, recomputation
-from groupax.runs.log import RunLog
+from groupax.runs.checkpoints.record import read_policies, restored_rollout
+from groupax.runs.diagnostics import Diagnose, logp_limit, setup_diagnostics, step_diagnostics, stop_if_unscored
+from groupax.runs.header import data_name, prompt_warnings
 from groupax.runs.model_card import run_card
-from groupax.runs.progress.display import Progress, headline_text
+from groupax.runs.progress.display import Progress
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.step_record import step_record
-from groupax.runs.trainer import Description, Trainer, make_learner
+from groupax.runs.trainer import Description, Trainer, TrainResult, make_learner
 from groupax.training.learner import Update
 
 DIVERGED = "Lower learning_rate, set beta above 0, or look at the rewards of these batches"  # advice
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """The result of `GRPOTrainer.train`.
-
-    Attributes:
-        num_steps: Optimizer steps.
-        train_seconds: Wall time of the loop with evaluations and checkpoints, without loading and saving the model,
-            including that of earlier processes of the run.
-        rollout_tokens_per_s: Sampled tokens per second of sampling.
-        metrics: Metrics of the last logged step.
-    """
-
-    num_steps: int
-    train_seconds: float
-    rollout_tokens_per_s: float
-    metrics: Metrics
-
-    def __repr__(self) -> str:
-        """Returns the main figures in one line."""
-        figures = f"{self.num_steps:,} steps in {self.train_seconds:.1f} s, {self.rollout_tokens_per_s:,.0f} tokens/s"
-        return f"<TrainResult: {figures} of sampling, {headline_text(self.metrics)}>"
 
 
 class GRPOTrainer(Trainer):
@@ -162,11 +127,10 @@ class GRPOTrainer(Trainer):
         examples, held_out = load_examples(train_dataset, may_have_images=True), eval_sets(eval_dataset)
         own_sampling = as_rollout_function(rollout_func)
         self.rewards = rewards_for(args, reward_funcs, reward_processing_classes, examples, environments, own_sampling)
-        self._check_columns(examples, held_out)
+        check_eval_columns(self.rewards, examples, held_out)
         self.reward_runner = self.make_reward_runner()
         self.reward_weights = resolve_weights(args.reward_weights, self.rewards)
         self.correctness_reward = find_correctness_reward(args.correctness_reward, self.rewards)
-        self._shared_records = Path(args.output_dir).expanduser().absolute() / RECORDS
 
         self.emit(PhaseStarted("loading the model"))
         self.start_model = model_for(args, model, lora)
@@ -177,17 +141,14 @@ class GRPOTrainer(Trainer):
         source = describe_source(train_dataset, "train_dataset")
         self.prompts = prompts_for(args, self.start_model, self.tokenizer, examples, rules, dataset=source)
         self.rules = replace(rules, max_prompt_tokens=self.prompts.max_length)
-        self.eval_prompts = self._encode(held_out)
+        self.eval_prompts = eval_prompts_for(args, self.start_model, self.tokenizer, held_out, self.rules)
 
         self.emit(PhaseStarted("preparing the devices"))
         self.schedule = self.make_schedule()
         self.num_steps = self.schedule.num_steps(len(self.prompts), args.num_train_epochs, args.max_steps)
         longest = max(map(len, self.prompts.token_ids)), args.max_completion_length
         self.learner = make_learner(self, learner_settings(args), longest)
-        groups = (args.num_generations,) * self.schedule.prompts_per_rollout
-        expected = Demand(groups, longest[0] - 1, longest[1])
-        if self.rules.has_turns:  # later turns have prompts of their own, with the turns before them
-            expected = Demand((1,) * sum(groups), sum(longest) - 1, longest[1])
+        expected = demand_of(args, self.schedule, longest, self.rules)
         self.engine = engine_for(
             args, self.start_model, self.learner, self.eos_ids, self.tokenizer, expected, self.rules
         )
@@ -284,21 +245,9 @@ class GRPOTrainer(Trainer):
         self.stop_if_nothing_is_scored()
 
     def stop_if_nothing_is_scored(self) -> None:
-        """Raises a RewardError if no completion had a reward in several rollouts, or in the whole run.
-
-        A few rollouts without any reward may happen where rewards apply to some prompts only; more are a mistake.
-        """
-        step, unscored = self.cursor.step, num_unscored_steps(self.run.log.diagnostics.history)
-        if not unscored:
-            return
-        patience = min(UNSCORED_ROLLOUTS * max(1, self.schedule.updates_per_rollout), START_STEPS)
-        if unscored >= patience or unscored == step == self.num_steps:
-            names = ", ".join(repr(reward.name) for reward in self.rewards)
-            raise RewardError(
-                f"in steps {step - unscored + 1} to {step} no completion had a reward: every function ({names}) "
-                "returned None for every one of them. None means that a function does not apply to a completion; "
-                "return a number for those that it judges, and check that the dataset has what the functions look at"
-            )
+        """Raises a RewardError if no completion had a reward in several rollouts, or in the whole run."""
+        names, history = [reward.name for reward in self.rewards], self.run.log.diagnostics.history
+        stop_if_unscored(history, self.cursor.step, self.num_steps, self.schedule.updates_per_rollout, names)
 
     @contextmanager
     def _shapes_kept(self) -> Iterator[None]:
@@ -356,20 +305,8 @@ class GRPOTrainer(Trainer):
     def encode_eval_sets(self, dataset: Any) -> dict[str, PromptSet]:
         """Returns the encoded prompts of an evaluation set, or of several by name."""
         sets = eval_sets(dataset)
-        self._check_columns(self.prompts.examples, sets)
-        return self._encode(sets)
-
-    def _check_columns(self, examples: Examples, sets: Mapping[str, Examples]) -> None:
-        for name, each in sets.items():
-            columns = [column for column in examples[0] if column != "prompt"]
-            check_columns(self.rewards, columns, each[0], f"eval_dataset {name!r}")
-
-    def _encode(self, sets: Mapping[str, Examples]) -> dict[str, PromptSet]:
-        args, model, length = self.args, self.start_model, self.args.eval_max_completion_length
-        return {
-            name: prompts_for(args, model, self.tokenizer, examples, self.rules, length, f"eval_dataset {name!r}")
-            for name, examples in sets.items()
-        }
+        check_eval_columns(self.rewards, self.prompts.examples, sets)
+        return eval_prompts_for(self.args, self.start_model, self.tokenizer, sets, self.rules)
 
     # -- parts that a subclass may replace -----------------------------------------------------------------------
 
@@ -391,16 +328,10 @@ class GRPOTrainer(Trainer):
             self.prompts,
             self.learner,
             sampler,
-            Episodes(self.tokenizer, self.rules, self._records),
+            Episodes(self.tokenizer, self.rules, self.run.records if self.rules.has_turns else lambda: None),
             scoring,
             ignore if self.args.max_staleness else self.emit,  # asynchronous rollouts are sampled in other threads
         )
-
-    def _records(self) -> Path | None:
-        """Returns the folder where calls of tools are recorded; a bucket would only have them when it is too late."""
-        if is_remote(self.args.output_dir) or not self.rules.has_turns:
-            return None
-        return self.run_folder.records if processes.is_primary() else self._shared_records
 
     # -- what its run asks of it -----------------------------------------------------------------------------------
 
@@ -434,55 +365,28 @@ class GRPOTrainer(Trainer):
             () if self.prompts.images is None else self.prompts.images.digests,
         )
 
-    def restore(self, saved: Saved, log: RunLog) -> None:
+    def restore(self, saved: Saved) -> None:
         """Continues from a checkpoint, after the learner did."""
-        self.cursor, self.experience = Cursor(**saved.state["cursor"]), None
-        state = saved.state["rollout"]
-        if state is not None:
-            first, end = state["first_prompt"], self.cursor.num_prompts
-            order = self.collector.visited(first, end - first)
-
-            def prompt_of(index: int) -> tuple[Any, PromptImages | None]:
-                return self.prompts.examples[order[index]], self.prompts.images_of([order[index]])[0]
-
-            experience, scores = read_rollout(saved.folder, state, prompt_of)
-            minibatches = self.collector.cut(experience.groups[: self.schedule.prompts_per_rollout])
-            self.experience = replace(experience, minibatches=with_scores(minibatches, scores))
+        self.cursor = Cursor(**saved.state["cursor"])
+        self.experience = restored_rollout(saved, self.collector, self.cursor)
         if self.pipeline is not None:
             self.pipeline.restore(read_policies(saved.folder, saved.state.get("policies", []), self.learner))
-        experience = self.experience
-        rollouts = [row for group in experience.groups for row in group] if experience else []
-        log.resume(saved.state["log"], rollouts, experience.metrics if experience else {})
-        remove_download(saved)
 
     def describe(self) -> Description:
         """Returns what a user should know of the run before its first step."""
-        args, learner, schedule, rules = self.args, self.learner, self.schedule, self.rules
-        sets = {"train_dataset": self.prompts}
-        sets |= {f"eval_dataset {name!r}": prompts for name, prompts in self.eval_prompts.items()}
+        args, num_rows, longest = self.args, self.schedule.rows_per_step, self.args.max_completion_length
         held_out = "".join(f", {len(each):,} held out ({name})" for name, each in self.eval_prompts.items())
-        num_rows, longest = schedule.rows_per_step, args.max_completion_length
         facts = {
-            **model_facts(self.start_model),
-            "data": self.dataset_name,
             "prompts": f"{len(self.prompts):,}{held_out}",
             "rewards": ", ".join(reward.name for reward in self.rewards),
-            **rules.names,
+            **self.rules.names,
             "steps": f"{self.num_steps:,}, each on {num_rows:,} completions, {args.num_generations} per prompt, of at "
             f"most {longest:,} tokens ({num_rows * longest:,} together)",
-            **recomputation(args.gradient_checkpointing, learner.execution.checkpointing),
         }
-        return Description(
-            facts,
-            memory_facts(learner, num_rows, 0 if args.rollout_servers else self.engine.planned_bytes()),
-            [
-                f"{name} has prompts longer than {prompts.max_length} tokens: {prompts.num_dropped} dropped, "
-                f"{prompts.num_truncated} truncated, {len(prompts)} left"
-                for name, prompts in sets.items()
-                if prompts.num_dropped + prompts.num_truncated
-            ],
-            setup_diagnostics(args, self.eos_ids, len(self.prompts)),
-        )
+        cache_bytes = 0 if args.rollout_servers else self.engine.planned_bytes()
+        description = self.description(facts, num_rows, cache_bytes)
+        findings = setup_diagnostics(args, self.eos_ids, len(self.prompts))
+        return replace(description, warnings=prompt_warnings(self.prompts, self.eval_prompts), findings=findings)
 
     def card(self) -> str:
         """Returns the card of the model."""

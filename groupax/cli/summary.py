@@ -18,8 +18,8 @@ from groupax.evaluation.items import Comparison, Item, compare, write_items
 from groupax.evaluation.paired import PairedDifference, p_text
 from groupax.rollouts.completions import first_and_last
 from groupax.rollouts.estimates import Estimate
+from groupax.runs.trainer import TrainResult
 from groupax.sft import SFTResult
-from groupax.trainer import TrainResult
 
 NUM_SAMPLES = 2
 

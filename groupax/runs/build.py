@@ -1,7 +1,7 @@
 """Builds the parts of a run from its settings."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from groupax.core.config import GRPOConfig, RunConfig
+from groupax.core.schedule import UpdateSchedule
 from groupax.core.settings import environment as env
 from groupax.core.settings.compute import mesh_sizes
 from groupax.core.settings.objective import EntropySettings, ObjectiveSettings
@@ -38,7 +39,7 @@ from groupax.parallel import processes
 from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import make_mesh
 from groupax.rewards.contract import ENVIRONMENTS, Reward
-from groupax.rewards.resolve import resolve_rewards
+from groupax.rewards.resolve import check_columns, resolve_rewards
 from groupax.rollouts.collector import sampling_params
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.training.learner import Learner, LearnerSettings
@@ -74,6 +75,13 @@ def eval_sets(dataset: Any) -> dict[str, Examples]:
         name: load_examples(each, f"eval_dataset {name!r}", EVAL_SPLITS, may_have_images=True)
         for name, each in ({} if dataset is None else named_sets(dataset)).items()
     }
+
+
+def check_eval_columns(rewards: Sequence[Reward], examples: Examples, sets: Mapping[str, Examples]) -> None:
+    """Raises a ValueError if an evaluation set lacks a column of the training set that a reward function takes."""
+    columns = [column for column in examples[0] if column != "prompt"]
+    for name, each in sets.items():
+        check_columns(rewards, columns, each[0], f"eval_dataset {name!r}")
 
 
 def rewards_for(
@@ -247,6 +255,17 @@ def prompts_for(
     return prompts
 
 
+def eval_prompts_for(
+    args: GRPOConfig, model: Model, tokenizer: Any, sets: Mapping[str, Examples], rules: Rules
+) -> dict[str, PromptSet]:
+    """Encodes the prompts of evaluation sets, by name."""
+    length = args.eval_max_completion_length
+    return {
+        name: prompts_for(args, model, tokenizer, examples, rules, length, f"eval_dataset {name!r}")
+        for name, examples in sets.items()
+    }
+
+
 def _check_images(args: GRPOConfig, rules: Rules, dataset: str) -> None:
     """Raises a ValueError if a run whose prompts have images has something that takes text alone."""
     others = {
@@ -270,6 +289,14 @@ def learner_settings(args: GRPOConfig) -> LearnerSettings:
         optimizer=args.part(OptimizerSettings),
         schedule=args.part(LearningRateSettings),
     )
+
+
+def demand_of(args: GRPOConfig, schedule: UpdateSchedule, longest: tuple[int, int], rules: Rules) -> Demand:
+    """Returns what a rollout asks of the engine; `longest` are the tokens of the longest prompt and completion."""
+    groups = (args.num_generations,) * schedule.prompts_per_rollout
+    if rules.has_turns:  # later turns have prompts of their own, with the turns before them
+        return Demand((1,) * sum(groups), sum(longest) - 1, longest[1])
+    return Demand(groups, longest[0] - 1, longest[1])
 
 
 def engine_for(

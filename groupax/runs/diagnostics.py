@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from groupax.core.config import GRPOConfig
+from groupax.core.errors import RewardError
 from groupax.core.settings.objective import WEIGHTED_BY_LENGTH
 from groupax.core.types import Metrics
 from groupax.events import Diagnosed, Emit, Evaluated, Event, RolloutScored, StepEnded
@@ -170,6 +171,22 @@ def num_unscored_steps(history: Sequence[Mapping[str, float]]) -> int:
     """Returns the number of last steps in a row without any reward, at most `START_STEPS` in long runs."""
     scored = (index for index, metrics in enumerate(reversed(history)) if not _is_unscored(metrics))
     return next(scored, len(history))
+
+
+def stop_if_unscored(history: Steps, step: int, num_steps: int, updates_per_rollout: int, names: Sequence[str]) -> None:
+    """Raises a RewardError if no completion had a reward in several rollouts, or in the `num_steps` of the whole run.
+
+    A few rollouts without any reward may happen where rewards apply to some prompts only; more are a mistake.
+    """
+    unscored = num_unscored_steps(history)
+    patience = min(UNSCORED_ROLLOUTS * max(1, updates_per_rollout), START_STEPS)
+    if unscored and (unscored >= patience or unscored == step == num_steps):
+        raise RewardError(
+            f"in steps {step - unscored + 1} to {step} no completion had a reward: every function "
+            f"({', '.join(map(repr, names))}) returned None for every one of them. None means that a function does not "
+            "apply to a completion; return a number for those that it judges, and check that the dataset has what the "
+            "functions look at"
+        )
 
 
 def remembered(history: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:

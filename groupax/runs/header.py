@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from groupax.core.settings.compute import Checkpointing, CheckpointingChoice
+from groupax.data.prompts import PromptSet
 from groupax.models.lora import count_params
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
@@ -62,6 +63,17 @@ def data_name(dataset: Any, num_rows: int) -> str:
         return ", ".join(shown_name(str(each)) for each in dataset)
     name = getattr(getattr(dataset, "info", None), "dataset_name", None)
     return f"{name or 'a dataset'}, {num_rows:,} rows from Python"
+
+
+def prompt_warnings(prompts: PromptSet, held_out: Mapping[str, PromptSet]) -> list[str]:
+    """Returns for each dataset how many prompts were too long, if any were."""
+    sets = {"train_dataset": prompts} | {f"eval_dataset {name!r}": each for name, each in held_out.items()}
+    return [
+        f"{name} has prompts longer than {each.max_length} tokens: {each.num_dropped} dropped, {each.num_truncated} "
+        f"truncated, {len(each)} left"
+        for name, each in sets.items()
+        if each.num_dropped + each.num_truncated
+    ]
 
 
 def _size(num_bytes: int) -> str:

@@ -25,6 +25,7 @@ from groupax.events import (
 from groupax.parallel import processes
 from groupax.parallel.runtime import compilation
 from groupax.rollouts.completions import window_mean, with_logged
+from groupax.rollouts.state import Experience
 from groupax.runs.diagnostics import Diagnose, Diagnostics, step_diagnostics
 from groupax.runs.folder import RunFolder
 from groupax.runs.trackers.sink import Trackers
@@ -133,14 +134,16 @@ class RunLog:
             "train_seconds": self.train_seconds,
         }
 
-    def resume(self, state: Mapping[str, Any], rollouts: Sequence[Rollout], metrics: Metrics) -> None:
-        """Restores an earlier `state`, with the completions and the metrics of the rollout in progress."""
+    def resume(self, state: Mapping[str, Any], experience: Experience | None) -> None:
+        """Restores an earlier `state`, with the completions and the metrics of the rollout in progress, if any."""
         self.diagnostics.history = list(state["history"])
         self.diagnostics.reported = set(state["diagnosed"])
         self.window, self.last, self.evaluated = list(state["window"]), state["last"], state["evaluated"]
         self.num_sampled_tokens, self.rollout_s = state["num_sampled_tokens"], state["rollout_s"]
         self.started_s = time.perf_counter() - state["train_seconds"]
-        self.rollouts, self.rollout_metrics = list(rollouts), _without_times(metrics)
+        if experience is not None:
+            self.rollouts = [row for group in experience.groups for row in group]
+            self.rollout_metrics = _without_times(experience.metrics)
 
     def rollout(
         self, step: int, groups: Sequence[Sequence[Rollout]], metrics: Metrics, errors: Mapping[str, str]

@@ -15,6 +15,7 @@ from groupax.core.errors import DivergedError, PreemptedError, RewardError
 from groupax.core.storage.buckets import is_remote
 from groupax.core.storage.replacing import ForeignFilesError, check_destination
 from groupax.core.types import Row
+from groupax.episodes.record import FOLDER as RECORDS
 from groupax.events import Emit, EventStream, Message, PhaseStarted, RunDescribed, RunEnded, RunStarted
 from groupax.models.weights.saving import source_folders
 from groupax.parallel import processes
@@ -22,7 +23,7 @@ from groupax.parallel.memory import memory_in_use
 from groupax.parallel.preemption import PreemptionHandler, RolloutCancelled
 from groupax.parallel.runtime import compilation, configure_jax
 from groupax.runs.checkpoints.fingerprint import Identity
-from groupax.runs.checkpoints.saver import RunSaver
+from groupax.runs.checkpoints.saver import RunSaver, remove_download
 from groupax.runs.checkpoints.store import LocalStore
 from groupax.runs.files import complete_run, free_name, stopping_unwritable
 from groupax.runs.folder import RunFolder
@@ -103,6 +104,7 @@ class Run:
         self.events = EventStream(self.progress)
         self.emit: Emit = self.events.emit
         self.folder = self._open_folder(args)
+        self._shared_records = Path(args.output_dir).expanduser().absolute() / RECORDS
         self.train_seconds = 0.0
         self._is_introduced = False
         self._identity: Identity | None = None
@@ -117,6 +119,12 @@ class Run:
             folder = self._unseen.name
         log_gb = args.rollout_log_gb if isinstance(args, GRPOConfig) else None
         return RunFolder(folder, None if log_gb is None else int(log_gb * 1e9))
+
+    def records(self) -> Path | None:
+        """Returns the folder where calls of tools are recorded; a bucket would only have them when it is too late."""
+        if is_remote(self.trainer.args.output_dir):
+            return None
+        return self.folder.records if processes.is_primary() else self._shared_records
 
     # -- its start and end ---------------------------------------------------------------------------------------
 
@@ -184,7 +192,9 @@ class Run:
         saved = self.saver.begin()
         folder.write_tokenizer(trainer.tokenizer, trainer.start_model.processor_folder)
         if saved is not None:
-            trainer.restore(saved, self.log)
+            trainer.restore(saved)
+            self.log.resume(saved.state["log"], trainer.experience)
+            remove_download(saved)
             if trainer.cursor.step >= trainer.num_steps:
                 self.emit(Message(complete_run(folder.uri, trainer.num_steps)))
         processes.run_on_primary(self._check_destination)

@@ -29,8 +29,10 @@ from groupax.runs.checkpoints.fingerprint import Identity
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.runs.diagnostics import Diagnose
 from groupax.runs.folder import RunFolder
-from groupax.runs.log import Evaluation, RunLog
+from groupax.runs.header import memory_facts, model_facts, recomputation
+from groupax.runs.log import Evaluation
 from groupax.runs.model_card import Trained, license_of, read_card, shown_name
+from groupax.runs.progress.display import headline_text
 from groupax.training.learner import Learner, LearnerSettings
 
 
@@ -42,6 +44,29 @@ class Description:
     plans: Mapping[str, str]  # the memory that it plans to use; likewise
     warnings: Sequence[str] = ()  # texts
     findings: Mapping[str, str] = field(default_factory=dict)  # what is wrong with its settings (see `diagnostics`)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The result of `GRPOTrainer.train`.
+
+    Attributes:
+        num_steps: Optimizer steps.
+        train_seconds: Wall time of the loop with evaluations and checkpoints, without loading and saving the model,
+            including that of earlier processes of the run.
+        rollout_tokens_per_s: Sampled tokens per second of sampling.
+        metrics: Metrics of the last logged step.
+    """
+
+    num_steps: int
+    train_seconds: float
+    rollout_tokens_per_s: float
+    metrics: Metrics
+
+    def __repr__(self) -> str:
+        """Returns the main figures in one line."""
+        figures = f"{self.num_steps:,} steps in {self.train_seconds:.1f} s, {self.rollout_tokens_per_s:,.0f} tokens/s"
+        return f"<TrainResult: {figures} of sampling, {headline_text(self.metrics)}>"
 
 
 class Trainer(ABC):
@@ -88,7 +113,7 @@ class Trainer(ABC):
         """Returns what finds faults of the run in its metrics."""
 
     @abstractmethod
-    def restore(self, saved: Saved, log: RunLog) -> None:
+    def restore(self, saved: Saved) -> None:
         """Continues from a checkpoint, after the learner did."""
 
     @abstractmethod
@@ -105,6 +130,16 @@ class Trainer(ABC):
         base, config = (model.name, None) if adapter is None else (adapter.base_name, asdict(adapter.config))
         license_id, step = license_of(read_card(model.source)), self.cursor.step
         return Trained(self.args, base, config, self.dataset_name, (), step, self.last_metrics, is_chat, license_id)
+
+    def description(self, facts: Mapping[str, str], num_rows: int, cache_bytes: int = 0) -> Description:
+        """Returns a description with these facts and those of every run, for updates of `num_rows` rows.
+
+        A rollout plans to use `cache_bytes` of a device's memory.
+        """
+        learner, choice = self.learner, self.args.gradient_checkpointing
+        facts = {**model_facts(self.start_model), "data": self.dataset_name, **facts}
+        facts |= recomputation(choice, learner.execution.checkpointing)
+        return Description(facts, memory_facts(learner, num_rows, cache_bytes))
 
     def working(self, stop: PreemptionHandler) -> AbstractContextManager[object]:
         """Starts what only runs during training, and stops it at the end."""

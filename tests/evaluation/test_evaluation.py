@@ -31,7 +31,7 @@ from groupax.evaluation.paired import mcnemar, paired_difference
 from groupax.rewards.maths import last_boxed
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rollouts.estimates import mean_share, mean_value, pass_at_k, t_quantile
-from groupax.trainer import TrainResult
+from groupax.runs.trainer import TrainResult
 from tests.training.test_trainer import PROMPTS, a_trainer, count_a, lines_of
 
 

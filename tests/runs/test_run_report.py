@@ -14,6 +14,7 @@ from groupax.core.settings.command_line import parsed
 from groupax.evaluation.items import Completion, Item, write_items
 from groupax.events import EventStream
 from groupax.recipes import load_recipe
+from groupax.rollouts.state import Experience
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
 from groupax.runs.report import read_run, write_report
@@ -61,7 +62,7 @@ def test_the_seconds_of_a_rollout_count_once_however_many_steps_are_made_on_it(t
     log.rollout(0, [], sampled, {})
     for step in (1, 2):
         log.step(step, {"loss": 0.0, "time/train_s": 0.5})
-    log.resume(log.state(), [], sampled)
+    log.resume(log.state(), Experience([], sampled, {}, first_prompt=0, num_tokens=0))
     log.step(3, {"loss": 0.0, "time/train_s": 0.5})
     log.rollout(3, [], sampled, {})
     log.step(4, {"loss": 0.0, "time/train_s": 0.5})

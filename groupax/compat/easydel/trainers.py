@@ -19,6 +19,7 @@ from groupax.data.chat import render
 from groupax.data.examples import load_examples
 from groupax.data.prompts import row_template_kwargs
 from groupax.data.tokenizer import is_conversational, prepare_tokenizer
+from groupax.runs.trainer import TrainResult
 
 # Sampling settings of a `vInference`, with their names in a `GRPOConfig`.
 SAMPLING = {
@@ -123,7 +124,7 @@ class GRPOTrainer:
         """The policy, in the attribute `model`."""
         return SimpleNamespace(model=self.model)
 
-    def train(self) -> native.TrainResult:
+    def train(self) -> TrainResult:
         """Trains the policy and saves it in the run's `model/`."""
         return self.native.train()
 

@@ -28,10 +28,11 @@ from groupax.models.weights.checkpoint import Model
 from groupax.objective.entropy import EntropyState
 from groupax.parallel.collectives import to_host_on_primary
 from groupax.parallel.processes import num_processes
+from groupax.rollouts.collector import Collector
 from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints import arrays
-from groupax.runs.checkpoints.choose import FORMAT
+from groupax.runs.checkpoints.choose import FORMAT, Saved
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
 from groupax.runs.rollout_log import BY_NAME, rollout_of, simple_column
 from groupax.training.learner import Learner
@@ -198,6 +199,23 @@ def write_rollout(experience: Experience, folder: Path) -> None:
     pyarrow.parquet.write_table(table, folder / ROLLOUT)
 
 
+def restored_rollout(saved: Saved, collector: Collector, cursor: Cursor) -> Experience | None:
+    """Returns the rollout on which updates were left when a checkpoint was saved, if any, ready for them."""
+    state, prompts = saved.state["rollout"], collector.prompts
+    if state is None:
+        return None
+    visited = collector.visited(state["first_prompt"], cursor.num_prompts - state["first_prompt"])
+
+    def prompt_of(index: int) -> tuple[Any, PromptImages | None]:
+        return prompts.examples[visited[index]], prompts.images_of([visited[index]])[0]
+
+    experience, scores = read_rollout(saved.folder, state, prompt_of)
+    each = iter(scores)  # further groups may have some too
+    minibatches = collector.cut(experience.groups[: collector.schedule.prompts_per_rollout])
+    minibatches = [[replace(row, **next(each)) for row in minibatch] for minibatch in minibatches]
+    return replace(experience, minibatches=minibatches)
+
+
 def read_rollout(
     folder: Path, state: Mapping[str, Any], prompt_of: Callable[[int], tuple[Any, PromptImages | None]]
 ) -> tuple[Experience, list[dict[str, np.ndarray | None]]]:
@@ -241,14 +259,6 @@ def _branch_scores(rows: Sequence[Row]) -> str | None:
 def _scores(row: Mapping[str, Any]) -> dict[str, np.ndarray | None]:
     """Returns the log-probs of a row."""
     return {name: None if row[name] is None else np.asarray(row[name], np.float32) for name in SCORED}
-
-
-def with_scores(
-    minibatches: Sequence[Sequence[Row]], scores: Sequence[Mapping[str, np.ndarray | None]]
-) -> list[list[Row]]:
-    """Returns the rows of minibatches with their log-probs; there may be more log-probs than rows."""
-    each = iter(scores)
-    return [[replace(row, **next(each)) for row in minibatch] for minibatch in minibatches]
 
 
 def trees_of(

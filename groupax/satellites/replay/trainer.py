@@ -19,12 +19,11 @@ from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, describe, differences
 from groupax.runs.checkpoints.record import read_policies
 from groupax.runs.diagnostics import Diagnose
-from groupax.runs.log import RunLog
 from groupax.runs.run import Run, RunHooks
 from groupax.runs.step_record import Stage
-from groupax.runs.trainer import Description
+from groupax.runs.trainer import Description, TrainResult
 from groupax.satellites.replay.recorded import RecordedRun
-from groupax.trainer import GRPOTrainer, TrainResult
+from groupax.trainer import GRPOTrainer
 
 
 class ReplayCollector(Collector):
@@ -244,11 +243,10 @@ class ReplayTrainer(GRPOTrainer):
             self.emit(Message(f"the dataset is not that of the run:\n{describe(data)}", warning=True))
         return {**own, "train_dataset": saved.state["identity"]["train_dataset"]}
 
-    def restore(self, saved: Saved, log: RunLog) -> None:
+    def restore(self, saved: Saved) -> None:
         """Continues from a checkpoint, with the policies that sample the rollouts after it."""
-        policies = read_policies(saved.folder, saved.state.get("policies", []), self.learner)
-        super().restore(saved, log)
-        self.collector.policies = policies
+        super().restore(saved)
+        self.collector.policies = read_policies(saved.folder, saved.state.get("policies", []), self.learner)
         self.first_step = self.cursor.step
 
     def train(self) -> TrainResult:
