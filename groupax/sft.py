@@ -29,7 +29,8 @@ from groupax.data.supervised import (
 from groupax.evaluation.items import ONLY_SET, named_sets
 from groupax.events import Listener, PhaseAdvanced, PhaseStarted, StepStarted
 from groupax.models.weights.checkpoint import Model
-from groupax.objective.losses import SUPERVISED_LOSSES, find_loss, zero_metrics
+from groupax.objective.losses import Loss, find_loss, zero_metrics
+from groupax.objective.variants import dft_loss, nll_loss
 from groupax.rollouts.state import Cursor
 from groupax.runs.build import check_datasets, lora_for, model_for, tokenizer_for
 from groupax.runs.checkpoints.choose import Saved
@@ -43,6 +44,8 @@ from groupax.runs.trainer import Description, Trainer, make_learner
 from groupax.training.learner import LearnerSettings, Update
 
 OF_SAMPLING = ("ratio/", "rollout/")  # metrics of a comparison with a policy that sampled
+# By `loss_type`; `settings.sft.SFTLossType` has the same names.
+SUPERVISED_LOSSES = {"nll": Loss(nll_loss), "dft": Loss(dft_loss)}
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from groupax.models.config import AttentionConfig, Chunks, Window
 from groupax.models.layers import scaled, softcapped
 from groupax.models.matmul import matmul
+from groupax.parallel.collectives import Axis, all_gather, all_to_all, axis_index, axis_size, local_slice
+from groupax.parallel.mesh import Layout
 from groupax.parallel.pytree import pytree
 
 # Queries beyond this column are computed in blocks of `QUERY_BLOCK`, to bound the memory of the scores.
@@ -387,3 +389,57 @@ def total_weights(weights: Float[Array, "*B M S"]) -> Float[Array, "*B M 1"]:
     """Computes the sum of weights in float32, as that of the values 1."""
     *lead, _, S = weights.shape
     return weighted_values(weights, jnp.ones((*lead, S, 1), weights.dtype))
+
+
+def local_kv_heads(x: Float[Array, "M K H"], num_own: int, axis: Axis) -> Float[Array, "M k H"]:
+    """Returns the key/value heads that a device's query heads use.
+
+    Args:
+        x: Heads of all devices of the axis.
+        num_own: Number of query heads per device.
+        axis: Mesh axis over which the query heads are sharded.
+    """
+    K = x.shape[1]
+    per_kv_head = num_own * axis_size(axis) // K
+    first = axis_index(axis) * num_own
+    if num_own % per_kv_head and per_kv_head % num_own:
+        return x[:, (first + jnp.arange(num_own)) // per_kv_head]
+    return lax.dynamic_slice_in_dim(x, first // per_kv_head, max(1, num_own // per_kv_head), 1)
+
+
+def local_tokens(x: Shaped[Array, "M ..."], layout: Layout) -> Shaped[Array, "m ..."]:
+    """Returns a device's share of something that all devices have for each token, padded to shares of equal size."""
+    axis = layout.axis("tokens")
+    if axis is None:
+        return x
+    unused = -x.shape[0] % axis_size(axis)
+    return local_slice(jnp.pad(x, ((0, unused), *((0, 0),) * (x.ndim - 1))), axis, 0)
+
+
+def attend_by_heads(
+    attend_all: Callable[[Array, Array, Array, Array | None], Array],
+    num_tokens: int,
+    layout: Layout,
+    q: Float[Array, "m N H"],
+    k: Float[Array, "m K H"],
+    v: Float[Array, "m K H"],
+    sinks: Float[Array, "N"] | None = None,
+) -> Float[Array, "m N H"]:
+    """Computes attention over all tokens; if devices share them, each computes some heads (arXiv:2309.14509).
+
+    Args:
+        attend_all: Attention over all tokens, with any number of heads: (queries, keys, values, sinks) -> outputs.
+        num_tokens: Number of all tokens, without the padding of `local_tokens`.
+    """
+    axis = layout.axis("tokens")
+    if axis is None:
+        return attend_all(q, k, v, sinks)
+    q = all_to_all(q, axis, 1, 0)
+    if k.shape[1] % axis_size(axis) == 0:
+        k, v = all_to_all(k, axis, 1, 0), all_to_all(v, axis, 1, 0)
+    else:
+        k, v = (local_kv_heads(all_gather(x, axis, 0), q.shape[1], axis) for x in (k, v))
+    sinks = None if sinks is None else local_slice(sinks, axis, 0)
+    out = attend_all(q[:num_tokens], k[:num_tokens], v[:num_tokens], sinks)
+    out = jnp.pad(out, ((0, q.shape[0] - num_tokens), (0, 0), (0, 0)))
+    return all_to_all(out, axis, 0, 1)

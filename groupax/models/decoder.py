@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from groupax.models.attention import attend
+from groupax.models.attention import attend, local_kv_heads
 from groupax.models.config import AttentionConfig, ModelConfig, Rope
 from groupax.models.execution import DIRECT, Execution, apply_layers
 from groupax.models.experts import Router, Routing, mixture_of_experts
@@ -33,7 +32,7 @@ from groupax.models.params import gather_weight, gather_weights
 from groupax.models.recurrent import Recurrence, empty_state, recurrent_layer
 from groupax.models.rope import Tables, apply_rope, query_factors, rope_tables
 from groupax.models.specs import ROUTER_CORRECTION, Params, layer_specs
-from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
+from groupax.parallel.collectives import axis_index, psum, psum_grad
 from groupax.parallel.mesh import GATHERED, REPLICATED, Layout
 from groupax.parallel.pytree import pytree
 
@@ -287,22 +286,6 @@ def _with_psum_grads(config: ModelConfig, weights: Params, layout: Layout) -> Pa
         name: jax.tree.map(lambda x: psum_grad(x, axis), weight) if name in names else weight
         for name, weight in weights.items()
     }
-
-
-def local_kv_heads(x: Float[Array, "M K H"], num_own: int, axis: Axis) -> Float[Array, "M k H"]:
-    """Returns the key/value heads that a device's query heads use.
-
-    Args:
-        x: Heads of all devices of the axis.
-        num_own: Number of query heads per device.
-        axis: Mesh axis over which the query heads are sharded.
-    """
-    K = x.shape[1]
-    per_kv_head = num_own * axis_size(axis) // K
-    first = axis_index(axis) * num_own
-    if num_own % per_kv_head and per_kv_head % num_own:
-        return x[:, (first + jnp.arange(num_own)) // per_kv_head]
-    return lax.dynamic_slice_in_dim(x, first // per_kv_head, max(1, num_own // per_kv_head), 1)
 
 
 def _mlp(

@@ -261,3 +261,29 @@ def _backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None]
 
 
 lookup.defvjp(lambda table, index: (table[index], (index, jnp.zeros((*table.shape[:1], 0), table.dtype))), _backward)
+
+
+@jax.custom_vjp
+def gather_with_inverse(x: Array, index: Array, inverse: Array) -> Array:
+    """Returns x[index], with zeros where the index is -1. No item may be named twice.
+
+    Args:
+        x: Items along the first dim.
+        index: Item of each output cell, or -1.
+        inverse: Cell of each item in the flattened output, or -1. The backward pass gathers by it, which is far cheaper
+            than a scatter-add.
+    """
+    del inverse
+    return x.at[jnp.where(index < 0, x.shape[0], index)].get(mode="fill", fill_value=0)
+
+
+def _gather_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
+    index, inverse = saved
+    # without the barrier, XLA would recompute the sum of several tiles' gradients for each gathered item
+    flat = jax.lax.optimization_barrier(gradient.reshape(index.size, *gradient.shape[index.ndim :]))
+    return gather_with_inverse(flat, inverse, index.reshape(-1)), None, None
+
+
+gather_with_inverse.defvjp(
+    lambda x, index, inverse: (gather_with_inverse(x, index, inverse), (index, inverse)), _gather_backward
+)

@@ -18,29 +18,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
-from groupax.models.attention import Prompts
+from groupax.models.attention import Prompts, attend_by_heads, local_tokens
 from groupax.models.config import AttentionConfig, ModelConfig
-from groupax.models.decoder import ImageInputs, PassOptions, forward, head_weights, local_kv_heads
+from groupax.models.decoder import ImageInputs, PassOptions, forward, head_weights
 from groupax.models.execution import CPU_LOGITS, DIRECT, Execution
 from groupax.models.experts import Routing
 from groupax.models.kernels.fused_attention import attend, attend_with_prompt
-from groupax.models.layers import lookup, softcapped
+from groupax.models.layers import gather_with_inverse, lookup, softcapped
 from groupax.models.matmul import matmul, matmul_nt
 from groupax.models.params import gather_weight
 from groupax.models.recurrent import Recurrence, State, empty_state
 from groupax.models.specs import Params
-from groupax.parallel.collectives import (
-    Axis,
-    all_gather,
-    all_gather_invariant,
-    all_to_all,
-    axis_index,
-    axis_size,
-    local_slice,
-    psum_grad,
-)
+from groupax.parallel.collectives import Axis, all_gather, all_gather_invariant, axis_index, psum_grad
 from groupax.parallel.mesh import REPLICATED, Layout
 from groupax.parallel.pytree import pytree
 
@@ -324,14 +315,8 @@ class _Rectangles(NamedTuple):
         sinks: Float[Array, "N"] | None = None,
     ) -> tuple[Float[Array, "m N H"], None]:
         """Computes a layer's attention; if devices share the tokens, each computes some heads."""
-        shared, M = self.layout.axis("tokens"), self.ragged.tokens.shape[0]
-        if shared is None:
-            return self._attend(attn, q, k, v, sinks), cache
-        q, k, v = _gather_tokens(q, k, v, shared)
-        sinks = None if sinks is None else local_slice(sinks, shared, 0)
-        out = self._attend(attn, q[:M], k[:M], v[:M], sinks)
-        out = jnp.pad(out, ((0, q.shape[0] - M), (0, 0), (0, 0)))
-        return all_to_all(out, shared, 0, 1), cache
+        num_tokens = self.ragged.tokens.shape[0]
+        return attend_by_heads(partial(self._attend, attn), num_tokens, self.layout, q, k, v, sinks), cache
 
     def _attend(self, attn: AttentionConfig, q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
         (prompt_q, *tile_q), (prompt_k, *tile_k), (prompt_v, *tile_v) = (self.split(x) for x in (q, k, v))
@@ -364,49 +349,3 @@ class _Rectangles(NamedTuple):
             out, state = recurrence.scan(State(*(x[: len(cells)] for x in state)), own, cells >= 0)
             outs.append(out)
         return local_tokens(self.join(outs, out.ndim - 2), self.layout), cache
-
-
-def local_tokens(x: Shaped[Array, "M ..."], layout: Layout) -> Shaped[Array, "m ..."]:
-    """Returns a device's share of something that all devices have for each token, padded to shares of equal size."""
-    axis = layout.axis("tokens")
-    if axis is None:
-        return x
-    unused = -x.shape[0] % axis_size(axis)
-    return local_slice(jnp.pad(x, ((0, unused), *((0, 0),) * (x.ndim - 1))), axis, 0)
-
-
-def _gather_tokens(
-    q: Float[Array, "m N H"], k: Float[Array, "m K H"], v: Float[Array, "m K H"], axis: Axis
-) -> tuple[Float[Array, "M n H"], Float[Array, "M k H"], Float[Array, "M k H"]]:
-    """Exchanges shares of the tokens for shares of the heads: all tokens' queries, and the keys and values they use."""
-    q = all_to_all(q, axis, 1, 0)
-    if k.shape[1] % axis_size(axis) == 0:
-        return q, all_to_all(k, axis, 1, 0), all_to_all(v, axis, 1, 0)
-    k, v = (local_kv_heads(all_gather(x, axis, 0), q.shape[1], axis) for x in (k, v))
-    return q, k, v
-
-
-@jax.custom_vjp
-def gather_with_inverse(x: Array, index: Array, inverse: Array) -> Array:
-    """Returns x[index], with zeros where the index is -1. No item may be named twice.
-
-    Args:
-        x: Items along the first dim.
-        index: Item of each output cell, or -1.
-        inverse: Cell of each item in the flattened output, or -1. The backward pass gathers by it, which is far cheaper
-            than a scatter-add.
-    """
-    del inverse
-    return x.at[jnp.where(index < 0, x.shape[0], index)].get(mode="fill", fill_value=0)
-
-
-def _gather_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
-    index, inverse = saved
-    # without the barrier, XLA would recompute the sum of several tiles' gradients for each gathered item
-    flat = jax.lax.optimization_barrier(gradient.reshape(index.size, *gradient.shape[index.ndim :]))
-    return gather_with_inverse(flat, inverse, index.reshape(-1)), None, None
-
-
-gather_with_inverse.defvjp(
-    lambda x, index, inverse: (gather_with_inverse(x, index, inverse), (index, inverse)), _gather_backward
-)

@@ -124,21 +124,6 @@ def rloo(rewards: np.ndarray, weights: np.ndarray, num_generations: int, normali
     return np.where(known, values, 0.0)
 
 
-def clipped_sum(
-    rewards: Float[np.ndarray, "B K"], weights: Float[np.ndarray, "K"], low: float, high: float
-) -> Float[np.ndarray, "B 1"]:
-    """Returns the weighted sums of the rewards as one column, clipped to [low, high]; NaN where no function applies."""
-    known = ~np.isnan(rewards).all(axis=1)
-    totals = np.clip(np.nansum(rewards * weights[None, :], axis=1), low, high)
-    return np.where(known, totals, np.nan)[:, None]
-
-
-def with_penalty(rewards: Float[np.ndarray, "B K"], penalty: Float[np.ndarray, "B"]) -> Float[np.ndarray, "B L"]:
-    """Returns the rewards with one more column, the negative penalty; NaN for rows where no function applies."""
-    column = np.where(np.isnan(rewards).all(axis=1), np.nan, -penalty)
-    return np.concatenate([rewards, column[:, None]], axis=1)
-
-
 def _estimated(
     estimator: AdvantageEstimator, rewards: np.ndarray, weights: np.ndarray, num_generations: int
 ) -> np.ndarray:
@@ -153,7 +138,14 @@ def _estimated(
 
 
 def _standardized_sum(rewards: np.ndarray, weights: np.ndarray, applies: np.ndarray, group_size: int) -> np.ndarray:
-    standardized = _standardized(np.where(applies, rewards, 0.0), applies, group_size) * weights[None, :]
+    """Computes the s_i of normalize_then_sum, [P, G] (see `group_advantages`)."""
+    values = np.where(applies, rewards, 0.0)
+    centred = _centred(values, applies, group_size)
+    counts = applies.reshape(centred.shape).sum(axis=1, keepdims=True)
+    std = np.sqrt(np.square(centred).sum(axis=1, keepdims=True) / np.maximum(counts - 1, 1))
+    # equal rewards leave a rounding error, which must not be blown up
+    spread = std > 1e-9 * np.maximum(np.abs(values).reshape(centred.shape).max(axis=1, keepdims=True), 1e-9)
+    standardized = np.where(spread, centred / (std + STD_FLOOR), 0.0).reshape(values.shape) * weights[None, :]
     return standardized.sum(axis=1).reshape(-1, group_size)
 
 
@@ -162,16 +154,6 @@ def _centred(values: np.ndarray, applies: np.ndarray, group_size: int) -> np.nda
     values, applies = (x.reshape(-1, group_size, x.shape[1]) for x in (values, applies))
     means = values.sum(axis=1, keepdims=True) / np.maximum(applies.sum(axis=1, keepdims=True), 1)
     return np.where(applies, values - means, 0.0)
-
-
-def _standardized(values: np.ndarray, applies: np.ndarray, group_size: int) -> np.ndarray:
-    """Centres each column and divides it by its deviation (ddof 1) in the group, [B, K]; 0 where it does not apply."""
-    centred = _centred(values, applies, group_size)
-    counts = applies.reshape(centred.shape).sum(axis=1, keepdims=True)
-    std = np.sqrt(np.square(centred).sum(axis=1, keepdims=True) / np.maximum(counts - 1, 1))
-    # equal rewards leave a rounding error, which must not be blown up
-    spread = std > 1e-9 * np.maximum(np.abs(values).reshape(centred.shape).max(axis=1, keepdims=True), 1e-9)
-    return np.where(spread, centred / (std + STD_FLOOR), 0.0).reshape(values.shape)
 
 
 def _group_std(values: np.ndarray, known: np.ndarray) -> np.ndarray:

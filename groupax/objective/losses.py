@@ -1,11 +1,11 @@
 """The objective of one micro-batch: ratios, the loss of each token, correction, KL, aggregation and metrics.
 
 A `Loss` is a function from `TokenTerms` and the settings to [B, T], with its aggregation and its metrics. `LOSSES` has
-the built-in ones, one line each; any other one works by reference: see "Your own loss" in docs/algorithm.md.
+the built-in ones, one line each: PPO's clip, which is below, and `variants`. Any other one works by reference: see
+"Your own loss" in docs/algorithm.md.
 """
 
 import inspect
-import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +26,6 @@ from groupax.objective.aggregation import (
     RowMax,
     RowMin,
     aggregate,
-    row_means,
     seq_mean_token_mean,
     seq_mean_token_sum,
     seq_mean_token_sum_norm,
@@ -37,36 +36,14 @@ from groupax.objective.aggregation import (
 from groupax.objective.ratios import (
     LOG_RATIO_LIMIT,
     RATIOS,
-    bias_corrected,
-    clamp_log_ratio,
+    TokenTerms,
     clip_ratio,
-    find_estimator,
+    kl_to_reference,
+    on_policy_tokens,
     rollout_correction,
 )
+from groupax.objective.variants import cispo_loss, cispo_metrics, sapo_loss, vespo_loss, vespo_metrics
 from groupax.parallel.pytree import pytree
-
-
-@pytree
-class TokenTerms:
-    """The inputs of a policy loss.
-
-    Attributes:
-        logp: log-prob of each sampled token under the policy; the gradient flows through it.
-        log_ratio: `logp` minus the log-prob under the policy at the start of the rollout, per token, not clamped.
-        ratio: importance ratio, per token or per row, differentiable (see `ratios`).
-        advantage: advantage of each token, 0 where the mask is False; it may differ between the turns of a row.
-        mask: tokens that count; the values of the others are finite and without effect.
-        entropy: entropy of the policy's distribution at each token, in nats, without a gradient.
-        correction: weight of policy over sampler (see `ratios.rollout_correction`); None without `rollout_correction`.
-    """
-
-    logp: Float[Array, "B T"]
-    log_ratio: Float[Array, "B T"]
-    ratio: Float[Array, "B T"]
-    advantage: Float[Array, "B T"]
-    mask: Bool[Array, "B T"]
-    entropy: Float[Array, "B T"]
-    correction: Float[Array, "B T"] | None = None
 
 
 def no_metrics(terms: TokenTerms, settings: ObjectiveSettings) -> LossMetrics:
@@ -149,85 +126,6 @@ def ppo_clip_metrics(terms: TokenTerms, settings: ObjectiveSettings) -> LossMetr
     }
 
 
-def cispo_loss(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
-    """Computes -sg(min(w, epsilon_high)) A logp: every token keeps its gradient, its weight is capped.
-
-    Source: CISPO, arXiv:2506.13585, section 3.1; its lower bound, which the paper sets out of reach, is left out.
-    """
-    weight = lax.stop_gradient(jnp.minimum(terms.ratio, settings.upper_epsilon))
-    return -weight * terms.advantage * terms.logp
-
-
-def cispo_metrics(terms: TokenTerms, settings: ObjectiveSettings) -> LossMetrics:
-    """Returns the share of tokens with a positive advantage and a capped weight."""
-    return {"cispo_clip_ratio": (terms.ratio > settings.upper_epsilon) & (terms.advantage > 0)}
-
-
-def sapo_loss(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
-    """Computes -(4 / tau) sigmoid(tau (w - 1)) A, tau by the sign of the advantage: clipping that fades in.
-
-    Source: SAPO, arXiv:2511.20347.
-    """
-    tau = jnp.where(terms.advantage > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
-    return -jax.nn.sigmoid(tau * (terms.ratio - 1.0)) * (4.0 / tau) * terms.advantage
-
-
-def vespo_weight(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
-    """Computes phi = exp(lambda + k log W - lambda W), where W is the ratio of the whole sequence: a product, no mean.
-
-    phi is 1 at W = 1. The sign of a token's advantage chooses its k and lambda. A rollout correction is a factor of W.
-    """
-    log_weight = jnp.sum(clamp_log_ratio(terms.log_ratio), axis=-1, keepdims=True, where=terms.mask)
-    if terms.correction is not None:
-        log_correction = jnp.log(jnp.maximum(terms.correction, _SMALLEST_WEIGHT))
-        if settings.rollout_correction.startswith("sequence_sum"):  # each token has the sum of its row
-            log_weight = log_weight + log_correction[:, :1]
-        else:
-            log_weight = log_weight + jnp.sum(log_correction, axis=-1, keepdims=True, where=terms.mask)
-    log_weight = lax.stop_gradient(jnp.clip(log_weight, math.log(_SMALLEST_WEIGHT), LOG_RATIO_LIMIT))
-    positive = terms.advantage >= 0
-    k = jnp.where(positive, settings.vespo_k_pos, settings.vespo_k_neg)
-    decay = jnp.where(positive, settings.vespo_lambda_pos, settings.vespo_lambda_neg)
-    return jnp.exp(decay + k * log_weight - decay * jnp.exp(log_weight))
-
-
-_SMALLEST_WEIGHT = 1e-8
-
-
-def vespo_loss(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
-    """Computes -phi A logp, where phi is `vespo_weight`.
-
-    Source: VESPO, arXiv:2602.10693.
-    """
-    return -vespo_weight(terms, settings) * terms.advantage * terms.logp
-
-
-def vespo_metrics(terms: TokenTerms, settings: ObjectiveSettings) -> LossMetrics:
-    """Returns the weight of each token, or with TRL's definitions the mean of each row's under TRL's name."""
-    weight = vespo_weight(terms, settings)
-    if settings.metric_definitions == "trl":
-        return {"vespo/phi_seq_mean": row_means(weight, terms.mask)}
-    return {"vespo/phi_mean": weight}
-
-
-def on_policy_tokens(
-    logp: Float[Array, "B T"],
-    rollout_logp: Float[Array, "B T"],
-    advantage: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    threshold: float,
-) -> Bool[Array, "B T"]:
-    """Keeps tokens with A >= 0, and all tokens of rows with mean_t(rollout_logp - logp) <= threshold.
-
-    What it drops are the bad turns of rows that have become unlikely.
-
-    Source: DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
-    """
-    lengths = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1).astype(logp.dtype)
-    drift = jnp.sum(rollout_logp - lax.stop_gradient(logp), axis=-1, keepdims=True, where=mask) / lengths
-    return (advantage >= 0) | (drift <= threshold)
-
-
 # By `loss_type`; `settings.objective.LossType` has the same names.
 LOSSES: dict[str, Loss] = {
     "grpo": Loss(ppo_clip_loss, seq_mean_token_mean, ppo_clip_metrics),
@@ -239,25 +137,6 @@ LOSSES: dict[str, Loss] = {
     "sapo": Loss(sapo_loss, seq_mean_token_mean),
     "vespo": Loss(vespo_loss, token_mean, vespo_metrics, uses_correction=True),
 }
-
-
-def nll_loss(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
-    """Computes -log p."""
-    del settings
-    return -terms.logp
-
-
-def dft_loss(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
-    """Computes -sg(p) log p.
-
-    Source: Dynamic Fine-Tuning, arXiv:2508.05629.
-    """
-    del settings
-    return -lax.stop_gradient(jnp.exp(terms.logp)) * terms.logp
-
-
-# By `SFTConfig.loss_type`; `settings.sft.SFTLossType` has the same names.
-SUPERVISED_LOSSES: dict[str, Loss] = {"nll": Loss(nll_loss), "dft": Loss(dft_loss)}
 
 
 def find_loss(loss_type: str | Callable[..., Any], losses: Mapping[str, Loss] = LOSSES) -> Loss:
@@ -327,7 +206,7 @@ def policy_objective(
     if terms.correction is not None and not loss.uses_correction:
         token_losses = token_losses * terms.correction
     if inputs.ref_logp is not None:
-        kl, corrected = _kl(terms, _masked(inputs.ref_logp, mask), settings)
+        kl, corrected = kl_to_reference(logp, _masked(inputs.ref_logp, mask), terms.ratio, settings)
         metrics.sums["kl"] = jnp.sum(corrected if in_trl else kl, where=mask)
         token_losses = token_losses + settings.beta * corrected
     total = aggregate(token_losses, mask, counts, settings, loss.aggregation)
@@ -377,24 +256,6 @@ def _terms(
     ratio = RATIOS[settings.importance_sampling_level](log_ratio, mask)
     advantage = _masked(inputs.advantages, mask)
     return TokenTerms(logp, log_ratio, ratio, advantage, mask, lax.stop_gradient(entropy), correction)
-
-
-def _kl(
-    terms: TokenTerms, ref_logp: Float[Array, "B T"], settings: ObjectiveSettings
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Estimates the KL at each token, without and with the bias correction that the settings ask for.
-
-    Raises:
-        ValueError: the estimator does not return the shape [B, T].
-    """
-    estimator = find_estimator(settings.kl_estimator)
-    kl = estimator(terms.logp, ref_logp)
-    if jnp.shape(kl) != terms.mask.shape:
-        raise ValueError(
-            f"kl_estimator {reference_to(estimator)!r} must return an estimate for each token, [B, T] = "
-            f"{list(terms.mask.shape)}, got {list(jnp.shape(kl))}"
-        )
-    return kl, bias_corrected(kl, terms.ratio, estimator) if settings.use_bias_correction_kl else kl
 
 
 def _count(tokens: Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:

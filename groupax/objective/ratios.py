@@ -1,4 +1,4 @@
-"""Importance ratios, the importance correction, and estimates of the KL, per token."""
+"""Importance ratios, corrections and estimates of the KL, per token, and `TokenTerms`, the inputs of a loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from groupax.core.settings.objective import ObjectiveSettings
-from groupax.core.settings.references import resolve
+from groupax.core.settings.references import reference_to, resolve
+from groupax.parallel.pytree import pytree
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: larger ratios carry no information, and exp must not overflow
 
@@ -94,6 +95,24 @@ def bias_corrected(kl: Float[Array, "B T"], ratio: Float[Array, "B T"], estimato
     return kl * (lax.stop_gradient(ratio) if estimator is k2 else ratio)
 
 
+def kl_to_reference(
+    logp: Float[Array, "B T"], ref_logp: Float[Array, "B T"], ratio: Float[Array, "B T"], settings: ObjectiveSettings
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Estimates the KL at each token, without and with the bias correction that the settings ask for.
+
+    Raises:
+        ValueError: the estimator does not return the shape [B, T].
+    """
+    estimator = find_estimator(settings.kl_estimator)
+    kl = estimator(logp, ref_logp)
+    if jnp.shape(kl) != logp.shape:
+        raise ValueError(
+            f"kl_estimator {reference_to(estimator)!r} must return an estimate for each token, [B, T] = "
+            f"{list(logp.shape)}, got {list(jnp.shape(kl))}"
+        )
+    return kl, bias_corrected(kl, ratio, estimator) if settings.use_bias_correction_kl else kl
+
+
 def rollout_correction(
     old_logp: Float[Array, "B T"],
     sampler_logp: Float[Array, "B T"],
@@ -125,3 +144,44 @@ def rollout_correction(
         outside = outside if high is None else outside | (rho > high)
         rho = jnp.where(outside, 0.0, rho)
     return jnp.broadcast_to(rho, mask.shape)
+
+
+def on_policy_tokens(
+    logp: Float[Array, "B T"],
+    rollout_logp: Float[Array, "B T"],
+    advantage: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    threshold: float,
+) -> Bool[Array, "B T"]:
+    """Keeps tokens with A >= 0, and all tokens of rows with mean_t(rollout_logp - logp) <= threshold.
+
+    What it drops are the bad turns of rows that have become unlikely.
+
+    Source: DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
+    """
+    lengths = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1).astype(logp.dtype)
+    drift = jnp.sum(rollout_logp - lax.stop_gradient(logp), axis=-1, keepdims=True, where=mask) / lengths
+    return (advantage >= 0) | (drift <= threshold)
+
+
+@pytree
+class TokenTerms:
+    """The inputs of a policy loss.
+
+    Attributes:
+        logp: log-prob of each sampled token under the policy; the gradient flows through it.
+        log_ratio: `logp` minus the log-prob under the policy at the start of the rollout, per token, not clamped.
+        ratio: importance ratio, per token or per row, differentiable (see `RATIOS`).
+        advantage: advantage of each token, 0 where the mask is False; it may differ between the turns of a row.
+        mask: tokens that count; the values of the others are finite and without effect.
+        entropy: entropy of the policy's distribution at each token, in nats, without a gradient.
+        correction: weight of policy over sampler (see `rollout_correction`); None without `rollout_correction`.
+    """
+
+    logp: Float[Array, "B T"]
+    log_ratio: Float[Array, "B T"]
+    ratio: Float[Array, "B T"]
+    advantage: Float[Array, "B T"]
+    mask: Bool[Array, "B T"]
+    entropy: Float[Array, "B T"]
+    correction: Float[Array, "B T"] | None = None

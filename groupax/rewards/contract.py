@@ -1,12 +1,12 @@
-"""The contract of reward functions: their arguments and their return values. Imports no jax.
+"""The contract of reward functions: their arguments, and their return values as scores. Imports no jax.
 
 See docs/rewards.md for the contract with examples.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice, pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -107,7 +107,7 @@ def checked_scores(name: str, returned: Any, rollouts: Sequence[Rollout]) -> Sco
             f"reward function {name!r} returned {_shown(returned)}; it must return a list with one number (or None) "
             f"for each completion, here {len(rollouts)}"
         )
-    values = list(itertools.islice(returned, len(rollouts) + 1))
+    values = list(islice(returned, len(rollouts) + 1))
     if len(values) != len(rollouts):
         num = len(returned) if hasattr(returned, "__len__") else len(values)
         raise ValueError(
@@ -159,6 +159,48 @@ def _shown(value: Any) -> str:
         return printable(f"{value!r:.200}")
     except Exception:  # noqa: BLE001 - raised by user code, or by Python itself for an integer with 5,000 digits
         return f"a value of type {type(value).__name__}"
+
+
+def split_scores(scores: Scores, groups: Sequence[Sequence[Rollout]]) -> list[Scores]:
+    """Splits the scores of all completions by group; failures and metrics stay with the first one."""
+    edges = accumulate((len(group) for group in groups), initial=0)
+    return [
+        replace(
+            scores,
+            values=scores.values[start:end],
+            by_turn=scores.by_turn[start:end],
+            num_failures=scores.num_failures if start == 0 else 0,
+            error=scores.error if start == 0 else "",
+            extra={name: values[start:end] for name, values in scores.extra.items()},
+            metrics=scores.metrics if start == 0 else {},
+        )
+        for start, end in pairwise(edges)
+    ]
+
+
+def with_scores(group: Sequence[Rollout], scores: Mapping[str, Scores]) -> list[Rollout]:
+    """Returns the completions of a group with the scores of each reward by its name."""
+    extra = {column: values for score in scores.values() for column, values in score.extra.items()}
+    rows = []
+    for index, row in enumerate(group):
+        # an episode whose environment failed is not compared with the others
+        values = {name: np.nan if row.is_failure else score.values[index] for name, score in scores.items()}
+        by_turn = {name: score.by_turn[index] for name, score in scores.items()}
+        by_turn = {} if row.is_failure else {name: each for name, each in by_turn.items() if each is not None}
+        rows.append(
+            replace(
+                row,
+                rewards={name: None if np.isnan(value) else float(value) for name, value in values.items()},
+                turns=tuple(
+                    replace(turn, rewards={name: each[number] for name, each in by_turn.items()}) if by_turn else turn
+                    for number, turn in enumerate(row.turns)
+                ),
+                advantage=0.0,
+                environment=None,
+                extra={column: each[index] for column, each in extra.items() if index < len(each)},
+            )
+        )
+    return rows
 
 
 def reward_matrix(names: Sequence[str], rollouts: Sequence[Rollout]) -> np.ndarray:

@@ -12,18 +12,15 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from groupax.core.errors import RewardError
 from groupax.core.settings.rollouts import RewardSettings
 from groupax.core.types import Rollout, TrainerState
 from groupax.parallel import processes
 from groupax.rewards.calls import MainThread, Supervisor, check_sendable
-from groupax.rewards.contract import Reward, Scores, checked_scores
+from groupax.rewards.contract import Reward, Scores, checked_scores, split_scores, with_scores
 from groupax.rewards.resolve import check_setup
 
 
@@ -130,7 +127,7 @@ class RewardRunner:
                     errors.setdefault(name, score.error)
                 for metric, value in score.metrics.items():
                     logged.setdefault(metric, []).append(value)
-            scored.append(_with_scores(group, by_name))
+            scored.append(with_scores(group, by_name))
         scored.sort(key=lambda group: group[0].prompt_index)
         return Scored(scored, failures, errors, logged, sampled_s - started_s, scored_s - sampled_s)
 
@@ -163,7 +160,7 @@ class RewardRunner:
             if reward.on_device and rollouts:
                 with self.device_lock:
                     returned = reward.function(rollouts)
-                by_reward[reward.name] = _split(checked_scores(reward.name, returned, rollouts), groups)
+                by_reward[reward.name] = split_scores(checked_scores(reward.name, returned, rollouts), groups)
         called = [[call.result() for call in row] for row in calls]
         if processes.num_processes() > 1:
             shares = [iter(share) for share in processes.all_gather_object(called)]
@@ -171,7 +168,7 @@ class RewardRunner:
         for number, reward in enumerate(self._functions):
             scores: dict[int, Scores] = {}
             for part, row in zip(parts, called, strict=True):
-                scores |= zip(part, _split(row[number], [groups[index] for index in part]), strict=True)
+                scores |= zip(part, split_scores(row[number], [groups[index] for index in part]), strict=True)
             by_reward[reward.name] = [scores[index] for index in range(len(groups))]
         by_group = [[by_reward[reward.name][index] for reward in self.rewards] for index in range(len(groups))]
         for index, row in enumerate(by_group if self.settings.reward_errors == "raise" else ()):
@@ -215,44 +212,3 @@ class RewardRunner:
         """Returns whether this process makes the calls of this index."""
         num = processes.num_processes()
         return num == 1 or index % num == processes.process_index()
-
-
-def _with_scores(group: Sequence[Rollout], scores: Mapping[str, Scores]) -> list[Rollout]:
-    extra = {column: values for score in scores.values() for column, values in score.extra.items()}
-    rows = []
-    for index, row in enumerate(group):
-        # an episode whose environment failed is not compared with the others
-        values = {name: np.nan if row.is_failure else score.values[index] for name, score in scores.items()}
-        by_turn = {name: score.by_turn[index] for name, score in scores.items()}
-        by_turn = {} if row.is_failure else {name: each for name, each in by_turn.items() if each is not None}
-        rows.append(
-            replace(
-                row,
-                rewards={name: None if np.isnan(value) else float(value) for name, value in values.items()},
-                turns=tuple(
-                    replace(turn, rewards={name: each[number] for name, each in by_turn.items()}) if by_turn else turn
-                    for number, turn in enumerate(row.turns)
-                ),
-                advantage=0.0,
-                environment=None,
-                extra={column: each[index] for column, each in extra.items() if index < len(each)},
-            )
-        )
-    return rows
-
-
-def _split(scores: Scores, groups: Sequence[Sequence[Rollout]]) -> list[Scores]:
-    """Splits the scores of all completions by group; failures and metrics stay with the first one."""
-    edges = accumulate((len(group) for group in groups), initial=0)
-    return [
-        replace(
-            scores,
-            values=scores.values[start:end],
-            by_turn=scores.by_turn[start:end],
-            num_failures=scores.num_failures if start == 0 else 0,
-            error=scores.error if start == 0 else "",
-            extra={name: values[start:end] for name, values in scores.extra.items()},
-            metrics=scores.metrics if start == 0 else {},
-        )
-        for start, end in pairwise(edges)
-    ]

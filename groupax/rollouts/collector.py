@@ -27,13 +27,7 @@ from groupax.episodes.play import Prompts, fault_of, play_episodes
 from groupax.episodes.record import Record
 from groupax.episodes.rules import SINGLE_TURNS, Rules
 from groupax.events import Emit, PhaseStarted, counted, ignore
-from groupax.objective.advantages import (
-    Advantages,
-    clipped_sum,
-    find_advantage_estimator,
-    group_advantages,
-    with_penalty,
-)
+from groupax.objective.advantages import Advantages, find_advantage_estimator, group_advantages
 from groupax.parallel import processes
 from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner, Scored
@@ -390,9 +384,11 @@ def advantages_of(
     rewards = reward_matrix(names, rollouts)
     totals = np.where(np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards * weights, axis=1))
     if settings.reward_clip_range is not None:
-        rewards, weights = clipped_sum(rewards, weights, *settings.reward_clip_range), np.ones(1)
+        low, high = settings.reward_clip_range
+        rewards, weights = np.clip(totals, low, high)[:, None], np.ones(1)
     if penalty is not None:
-        rewards, weights = with_penalty(rewards, penalty), np.append(weights, 1.0)
+        column = np.where(np.isnan(totals), np.nan, -penalty)
+        rewards, weights = np.column_stack([rewards, column]), np.append(weights, 1.0)
     scale, aggregation = settings.scale_rewards, settings.multi_objective_aggregation
     named = settings.advantage_estimator
     estimator = None if named == "grpo" else find_advantage_estimator(named)

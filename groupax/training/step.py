@@ -14,10 +14,12 @@ from jaxtyping import Array, Bool, Float, Key
 from groupax.core.settings.objective import ObjectiveSettings
 from groupax.core.types import Metrics
 from groupax.models.adapted import Dropout, FrozenBase, apply_adapter
+from groupax.models.attention import local_tokens
 from groupax.models.config import ModelConfig
 from groupax.models.execution import Execution
 from groupax.models.experts import Routing, load_balancing_loss
-from groupax.models.logprobs import gather_with_inverse, grouped_logprobs, local_tokens
+from groupax.models.layers import gather_with_inverse
+from groupax.models.logprobs import grouped_logprobs
 from groupax.models.params import layout_of, partition_specs
 from groupax.models.specs import Params
 from groupax.objective.aggregation import Denominators, MetricSums, join

@@ -18,7 +18,8 @@ from groupax.core.settings.sft import ExampleSettings, SFTLossType
 from groupax.data.chat import Conversation
 from groupax.data.supervised import encode_training_set, render_with_spans, rows_of
 from groupax.events import Evaluated, StepEnded
-from groupax.objective.losses import SUPERVISED_LOSSES, TokenTerms
+from groupax.objective.ratios import TokenTerms
+from groupax.sft import SUPERVISED_LOSSES
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import chat_tokenizer
 from tests.data.test_config_and_data import a_tokenizer
