@@ -105,29 +105,29 @@ LINES = {
     "__init__": 90,
     "__main__": 10,
     "cli": 2330,
-    "compat": 3770,
-    "core": 3330,
+    "compat": 3760,
+    "core": 3420,
     "data": 3270,
     "engine": 4300,
-    "episodes": 3230,
+    "episodes": 3250,
     "evaluation": 640,
     "events": 210,
     "models": 9230,
-    "objective": 940,
+    "objective": 950,
     "parallel": 1680,
     "recipes": 1100,
     "rewards": 3530,
-    "rollouts": 1050,
-    "runs": 5370,
-    "satellites": 7020,
+    "rollouts": 970,
+    "runs": 5480,
+    "satellites": 7010,
     "serve": 4230,
-    "sft": 340,
+    "sft": 310,
     "tools": 1240,
-    "trainer": 500,
+    "trainer": 410,
     "training": 2050,
 }
 TEST_LINES = 30950
-FILES = 315
+FILES = 318
 MODULES = 190  # that groupax.trainer imports, also inside of functions
 
 
