@@ -31,7 +31,7 @@ from models import QWEN_05B, QWEN_7M, parser, show
 from groupax import Engine, Model, SamplingParams, init_model
 from groupax.engine.batch import Batch
 from groupax.engine.cache import REPLICATED, ROWS, Cache
-from groupax.models.attention import LayerCache, Past, attend_cached
+from groupax.models.attention import Past, attend_cached
 from groupax.models.decoder import forward, head_weights
 from groupax.models.flops import forward_flops
 from groupax.models.layers import vocabulary_logits
@@ -88,10 +88,8 @@ def part_seconds(model: Model, cache: Cache, with_attention: bool, with_head: bo
                 return q + jnp.repeat(k + v, q.shape[1] // k.shape[1], axis=1), kept
             return attend_cached(attn, past, kept, q + k[:, :1] + v[:, :1]), kept
 
-        layers = [LayerCache(*each) for each in zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True)]
-
         def step(_: Any, tokens: Any) -> Any:
-            hidden = forward(config, params, tokens, tokens, attend, layers).hidden
+            hidden = forward(config, params, tokens, tokens, attend, cache.layers).hidden
             out = vocabulary_logits(hidden, head_weights(params)) if with_head else hidden
             return jnp.abs(out[:, 0]).astype(jnp.int32) + tokens
 
@@ -124,7 +122,7 @@ def main() -> None:
         layers_s = part_seconds(model, cache, with_attention=False, with_head=False)
         attention_s = part_seconds(model, cache, with_attention=True, with_head=False)
         head_s = part_seconds(model, cache, with_attention=True, with_head=True)
-        stored = sum(x.nbytes for x in (*cache.prompt_k, *cache.prompt_v, *cache.k, *cache.v))
+        stored = sum(x.nbytes for x in jax.tree.leaves(cache.layers))
         weights = sum(x.nbytes for x in jax.tree.leaves(model.params)) * num_data_shards(model.mesh)
         columns = cache.num_prompt_columns + cache.num_columns
         flops = rows * (forward_flops(model.config, [(columns, [1])]) - forward_flops(model.config, [(columns, [])]))

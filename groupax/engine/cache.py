@@ -6,8 +6,7 @@ after them are masked. A layer with a recurrent state has no columns: each slot 
 which starts as that of its prompt.
 """
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Many
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -16,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Int, UInt32
 
 from groupax.core.settings.sampling import BIASED_TOKENS, SAMPLER, STOP_IDS
 from groupax.engine.plan import CacheShape
 from groupax.engine.rules import Options
 from groupax.engine.sequence import Sequence
+from groupax.models.attention import LayerCache
 from groupax.models.config import ModelConfig
 from groupax.models.recurrent import State, empty_state
 from groupax.parallel.mesh import DATA, RULES, num_data_shards
@@ -39,20 +39,14 @@ class Cache:
     Attributes:
         prompt_tokens: Prompts, right-aligned.
         prompt_starts: First column of each prompt.
-        prompt_k, prompt_v: Keys and values of the prompts, per layer with attention.
         tokens: Tokens of the slots.
-        k, v: Keys and values of the slots, per layer with attention.
-        states: States of the slots, per recurrent layer.
+        layers: Keys and values of each layer with attention, and the slots' states in each recurrent one.
     """
 
     prompt_tokens: Int[Array, "Q S"]
     prompt_starts: Int[Array, "Q"]
-    prompt_k: list[Float[Array, "Q K H S"]]
-    prompt_v: list[Float[Array, "Q K S H"]]
     tokens: Int[Array, "B T"]
-    k: list[Float[Array, "B K H T"]]
-    v: list[Float[Array, "B K T H"]]
-    states: list[State]
+    layers: list[LayerCache | State]
 
     @property
     def num_columns(self) -> int:
@@ -78,39 +72,29 @@ def num_cached_heads(config: ModelConfig, tp: int) -> int:
     return config.num_kv_heads if config.latent is None else tp
 
 
-def num_recurrent(config: ModelConfig) -> int:
-    """Returns the number of recurrent layers."""
-    return config.num_layers - len(config.attention_layers)
-
-
-def layer_caches(config: ModelConfig, attention: Iterable[Any], states: Iterable[Any]) -> list[Any]:
-    """Returns what each layer keeps, given that of the layers with attention and that of the others."""
-    attention, states = iter(attention), iter(states)
-    return [next(states if config.is_recurrent(layer) else attention) for layer in range(config.num_layers)]
-
-
-def by_kind(config: ModelConfig, caches: Many[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns what the layers with attention keep, and what the others do."""
-    kinds = [config.is_recurrent(layer) for layer in range(config.num_layers)]
-    pairs = list(zip(kinds, caches, strict=True))
-    return [each for recurs, each in pairs if not recurs], [each for recurs, each in pairs if recurs]
+def empty_columns(B: int, K: int, H: int, T: int, dtype: Any) -> tuple[Array, Array]:
+    """Returns the keys and the values of B rows with T columns, all zero."""
+    return jnp.zeros((B, K, H, T), dtype), jnp.zeros((B, K, T, H), dtype)
 
 
 def empty_cache(config: ModelConfig, mesh: Mesh, shape: CacheShape, dtype: Any) -> Cache:
     """Returns a cache of zeros whose shards have this shape."""
-    K, H, layers = num_cached_heads(config, mesh.shape["tp"]), config.head_dim, config.attention_layers
+    heads = num_cached_heads(config, mesh.shape["tp"]), config.head_dim
     num_shards = num_data_shards(mesh)
     num_prompts, num_slots = num_shards * shape.num_prompt_slots, num_shards * shape.num_slots
     num_prompt_columns, num_columns = shape.num_prompt_columns, shape.num_columns
+
+    def layer(index: int) -> LayerCache | State:
+        if config.is_recurrent(index):
+            return empty_state(config, num_slots)
+        prompts = empty_columns(num_prompts, *heads, num_prompt_columns, dtype)
+        return LayerCache(*prompts, *empty_columns(num_slots, *heads, num_columns, dtype))
+
     return Cache(
         prompt_tokens=jnp.zeros((num_prompts, num_prompt_columns), jnp.int32),
         prompt_starts=jnp.full(num_prompts, num_prompt_columns, jnp.int32),
-        prompt_k=[jnp.zeros((num_prompts, K, H, num_prompt_columns), dtype) for _ in layers],
-        prompt_v=[jnp.zeros((num_prompts, K, num_prompt_columns, H), dtype) for _ in layers],
         tokens=jnp.zeros((num_slots, num_columns), jnp.int32),
-        k=[jnp.zeros((num_slots, K, H, num_columns), dtype) for _ in layers],
-        v=[jnp.zeros((num_slots, K, num_columns, H), dtype) for _ in layers],
-        states=[empty_state(config, num_slots) for _ in range(num_recurrent(config))],
+        layers=[layer(index) for index in range(config.num_layers)],
     )
 
 

@@ -3,21 +3,21 @@
 from collections.abc import Sequence as Many
 from functools import partial
 from itertools import zip_longest
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from groupax.engine.cache import ROWS, Cache, pspec_of
 from groupax.engine.core import EngineCore
 from groupax.engine.images import lookup_tokens
-from groupax.engine.prefill import Known
 from groupax.engine.prefix_cache import Place, Prefix, prefix_of
 from groupax.engine.scheduler import Admission, Scheduler
 from groupax.engine.sequence import Sequence
+from groupax.models.attention import LayerCache
 from groupax.parallel.collectives import to_device, to_host
+from groupax.parallel.pytree import pytree
 
 
 def store_finished(core: EngineCore, cache: Cache, scheduler: Scheduler) -> None:
@@ -34,7 +34,7 @@ def store_finished(core: EngineCore, cache: Cache, scheduler: Scheduler) -> None
         for shard, slot in enumerate(slots):
             sequence = None if slot is None else scheduler.slots[slot]
             if sequence is not None:
-                stored = {name: [x[shard] for x in layers] for name, layers in read.items()}
+                stored = [LayerCache(*(x[shard] for x in layer)) for layer in read]
                 adapter = core.adapter_index(sequence.adapter)
                 prefix = prefix_of(stored, lookup_tokens(sequence), sequence.tokens, adapter)
                 if sequence.place is None:
@@ -50,17 +50,29 @@ def _is_to_be_stored(sequence: Sequence, generation: int) -> bool:
 
 
 @partial(jax.jit, static_argnames="mesh")
-def read_slots(cache: Cache, rows: Int[Array, "D"], prompt_slots: Int[Array, "D"], *, mesh: Mesh) -> dict[str, Any]:
-    """Returns the keys and values of a slot of each shard, and of their prompts, per layer."""
-    given = {"k": (cache.k, rows), "v": (cache.v, rows)}
-    given |= {"prompt_k": (cache.prompt_k, prompt_slots), "prompt_v": (cache.prompt_v, prompt_slots)}
+def read_slots(cache: Cache, rows: Int[Array, "D"], prompt_slots: Int[Array, "D"], *, mesh: Mesh) -> list[LayerCache]:
+    """Returns the keys and values of a slot of each shard, and of their prompts."""
+    layers = [each for each in cache.layers if isinstance(each, LayerCache)]
 
-    def local(given: dict[str, tuple[list[Array], Array]]) -> dict[str, list[Array]]:
-        return {name: [x[rows] for x in layers] for name, (layers, rows) in given.items()}
+    def local(layers: list[LayerCache], rows: Array, prompts: Array) -> list[LayerCache]:
+        return [LayerCache(x.prompt_k[prompts], x.prompt_v[prompts], x.k[rows], x.v[rows]) for x in layers]
 
-    in_specs = jax.tree.map(pspec_of, given)
-    out_specs = {name: [pspec_of(x) for x in layers] for name, (layers, _) in given.items()}
-    return jax.shard_map(local, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(given)
+    specs = jax.tree.map(pspec_of, layers)
+    program = jax.shard_map(local, mesh=mesh, in_specs=(specs, ROWS, ROWS), out_specs=specs, check_vma=False)
+    return program(layers, rows, prompt_slots)
+
+
+@pytree
+class Known:
+    """Stored keys and values of the beginnings of P prompts; arbitrary where they are not stored.
+
+    Attributes:
+        first_unknown: The first column that must be computed.
+        layers: Keys and values of each layer.
+    """
+
+    first_unknown: Int[Array, "P"]
+    layers: list[tuple[Float[Array, "P K H S"], Float[Array, "P K S H"]]]
 
 
 def known_beginnings(
@@ -84,15 +96,14 @@ def known_beginnings(
     if not found:
         return None
     _, some = next(iter(found.values()))
-    (K, H, _), P, first_unknown = some.k[0].shape, len(places), starts.copy()
-    k = [np.zeros((P, K, H, num_columns), some.k[0].dtype) for _ in some.k]
-    v = [np.zeros((P, K, num_columns, H), some.k[0].dtype) for _ in some.v]
+    (K, H, _), P, first_unknown, dtype = some.k[0].shape, len(places), starts.copy(), some.k[0].dtype
+    layers = [(np.zeros((P, K, H, num_columns), dtype), np.zeros((P, K, num_columns, H), dtype)) for _ in some.k]
     for row, (length, prefix) in found.items():
         columns = slice(starts[row], starts[row] + length)
         first_unknown[row] += length
         core.prefixes.num_reused_tokens += length
-        for layer, (keys, values) in enumerate(zip(prefix.k, prefix.v, strict=True)):
-            k[layer][row][..., columns] = keys[..., :length]
-            v[layer][row][:, columns] = values[:, :length]
-    arrays = first_unknown, k, v
+        for (k, v), keys, values in zip(layers, prefix.k, prefix.v, strict=True):
+            k[row][..., columns] = keys[..., :length]
+            v[row][:, columns] = values[:, :length]
+    arrays = first_unknown, layers
     return Known(*to_device(arrays, jax.tree.map(lambda x: NamedSharding(core.mesh, pspec_of(x)), arrays)))

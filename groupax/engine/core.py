@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from groupax.core.settings.compute import DecodingWeights
 from groupax.core.storage.folders import resolve_folder
-from groupax.engine.cache import num_cached_heads, num_recurrent
+from groupax.engine.cache import num_cached_heads
 from groupax.engine.constraints import ConstraintCompiler
 from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, Demand, Plan
 from groupax.engine.prefix_cache import PrefixCache
@@ -298,12 +298,12 @@ def state_bytes(config: ModelConfig) -> int:
     if config.recurrent is None:
         return 0
     state = jax.eval_shape(lambda: empty_state(config, 1))
-    return num_recurrent(config) * sum(x.size * x.dtype.itemsize for x in state)
+    return (config.num_layers - len(config.attention_layers)) * sum(x.size * x.dtype.itemsize for x in state)
 
 
 def plan_for(config: ModelConfig, num_bytes: int, dtype: Any, tp: int, max_slots: int, adapts: bool = False) -> Plan:
     """Returns the limits of a cache."""
     size = token_bytes(config, dtype, tp)
     state_tokens = -(-state_bytes(config) // size)
-    layers = len(config.attention_layers), num_recurrent(config)
+    layers = len(config.attention_layers), config.num_layers - len(config.attention_layers)
     return Plan(num_bytes // size, layers[0], max_slots, adapts, state_tokens=state_tokens, num_recurrent=layers[1])

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.core.settings.sampling import MAX_LOGPROBS, SamplingKind
-from groupax.engine.cache import ROWS, Cache, Slots, by_kind, layer_caches, pspec_of
+from groupax.engine.cache import ROWS, Cache, Slots, pspec_of
 from groupax.engine.images import text_tokens
 from groupax.engine.rules import History, TokenMasks
 from groupax.engine.sampling import Sampled, sample, uniforms
@@ -186,12 +186,9 @@ def _feed(
         return out, State(*(jnp.where(is_busy, new, old) for new, old in zip(after, state, strict=True)))
 
     params = select_adapters(params, slots.adapter)
-    kept = [LayerCache(*each) for each in zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True)]
-    caches = layer_caches(config, kept, cache.states)
-    hidden, caches, routings = forward(
-        config, params, slots.token, slots.position, attend, caches, PassOptions(layout=layout, recur=recur)
+    hidden, layers, routings = forward(
+        config, params, slots.token, slots.position, attend, cache.layers, PassOptions(layout=layout, recur=recur)
     )
-    layers, states = by_kind(config, caches)
     head = gather_weight(layout, ("vocab", "embed"), head_weights(params))
     logits = all_gather(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)
     tokens = past.write(cache.tokens, slots.token, axis=1)
@@ -205,8 +202,7 @@ def _feed(
         num_generated=slots.length,
         stop_ids=slots.stop_ids,
     )
-    k, v = [each.k for each in layers], [each.v for each in layers]
-    return logits, replace(cache, tokens=tokens, k=k, v=v, states=states), history, routings
+    return logits, replace(cache, tokens=tokens, layers=layers), history, routings
 
 
 def _append(chunk: Chunk, slots: Slots, index: Array, sampled: Sampled) -> tuple[Slots, Chunk]:

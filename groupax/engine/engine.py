@@ -13,7 +13,7 @@ from groupax.data.tokenizer import eos_token_ids, load_tokenizer, special_token_
 from groupax.engine.core import EngineCore, load_sharded, with_adapters
 from groupax.engine.images import encoded_prompts
 from groupax.engine.sampling import row_keys
-from groupax.engine.sequence import Sequence
+from groupax.engine.sequence import Sequence, check_request
 from groupax.engine.session import Session
 from groupax.models.vision.processing import prompt_encoder
 from groupax.models.weights.checkpoint import Model, load_adapter
@@ -169,32 +169,7 @@ class Engine(EngineCore):
         """
         if adapter is not None:
             self.adapter_index(adapter)
-        limit, vocab_size = self.config.max_positions, self.config.vocab_size
-        for index, prompt in enumerate(map(np.asarray, prompts)):
-            if prompt.ndim != 1:
-                raise ValueError(
-                    f"prompt {index} is an array of the shape {prompt.shape}; a prompt is one row of token ids, "
-                    "several are a list of such rows or an array of two dims"
-                )
-            if prompt.size == 0:
-                raise ValueError(f"prompt {index} has no tokens; the model needs at least one to continue from")
-            if prompt.size + params.max_tokens > limit:
-                raise ValueError(
-                    f"prompt {index} has {prompt.size} tokens, which with max_tokens {params.max_tokens} exceeds the "
-                    f"model's {limit} positions; shorten the prompt or lower max_tokens"
-                )
-            if prompt.min() < 0 or prompt.max() >= vocab_size:
-                raise ValueError(
-                    f"prompt {index} has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has "
-                    f"{vocab_size} tokens: is this its tokenizer?"
-                )
-        if params.stop and self.tokenizer is None:
-            raise ValueError(
-                f"stop strings ({', '.join(map(repr, params.stop))}) need a tokenizer; give the Engine one"
-            )
-        outside = [token for token in params.logit_bias if not 0 <= token < vocab_size]
-        if outside:
-            raise ValueError(f"logit_bias names tokens {outside}; the vocabulary has {vocab_size}")
+        check_request(prompts, params, self.config.max_positions, self.config.vocab_size, self.tokenizer is not None)
         if params.stop:
             assert not isinstance(params.stop_token_ids, int), "SamplingParams makes it a tuple"
             special = special_token_ids(self.tokenizer, params.stop)

@@ -15,11 +15,12 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.engine.cache import ROWS, Cache, Slots, by_kind, layer_caches, num_recurrent, pspec_of
+from groupax.engine.cache import ROWS, Cache, Slots, empty_columns, pspec_of
+from groupax.engine.conversations import Known
 from groupax.engine.images import AdmittedImages
 from groupax.engine.plan import PIECE_COLUMNS, piece_size
 from groupax.models.adapted import select_adapters
-from groupax.models.attention import COLUMN_BLOCK, attend_masked, to_cache, within_window
+from groupax.models.attention import COLUMN_BLOCK, LayerCache, attend_masked, to_cache, within_window
 from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decoder import PassOptions, forward
 from groupax.models.params import layout_of, partition_specs
@@ -28,20 +29,6 @@ from groupax.models.specs import Params
 from groupax.parallel.mesh import DATA, Layout
 from groupax.parallel.pytree import pytree
 from groupax.parallel.runtime import traced_platform
-
-
-@pytree
-class Known:
-    """Stored keys and values of the beginnings of P prompts; arbitrary where they are not stored.
-
-    Attributes:
-        first_unknown: The first column that must be computed.
-        k, v: Keys and values, per layer.
-    """
-
-    first_unknown: Int[Array, "P"]
-    k: list[Float[Array, "P K H S"]]
-    v: list[Float[Array, "P K S H"]]
 
 
 @pytree
@@ -86,18 +73,25 @@ def admit(
     layout = layout_of(config, mesh)
 
     def local(params: Any, cache: Cache, slots: Slots, admitted: Admitted) -> tuple[Cache, Slots]:
-        size = _piece_size(config, admitted.prompts.shape, cache.k[0].shape[1], by_block, short_pieces)
+        like = next(each for each in cache.layers if isinstance(each, LayerCache)).prompt_k
+        size = _piece_size(config, admitted.prompts.shape, like.shape[1], by_block, short_pieces)
         if admitted.images is not None and admitted.images.blocks is not None:  # of an image, which no piece may cut
             size = 1, admitted.prompts.shape[1]
-        keys, values, states = _prefill(config, params, admitted, cache.k[0], layout, size, by_block)
+        kept = _prefill(config, params, admitted, like, layout, size, by_block)
         source, is_new = admitted.source, admitted.is_new
-        stored = cache.prompt_tokens, cache.prompt_starts, cache.prompt_k, cache.prompt_v
-        new = admitted.prompts, admitted.starts, keys, values
-        tokens, starts, keys, values = _placed(stored, new, source, source >= 0)
-        cache = replace(cache, prompt_tokens=tokens, prompt_starts=starts, prompt_k=keys, prompt_v=values)
+        columns = {i: each[:2] for i, each in enumerate(cache.layers) if isinstance(each, LayerCache)}
+        states = {i: each for i, each in enumerate(cache.layers) if isinstance(each, State)}
+        stored = cache.prompt_tokens, cache.prompt_starts, columns
+        new = admitted.prompts, admitted.starts, {i: kept[i] for i in columns}
+        tokens, starts, placed = _placed(stored, new, source, source >= 0)
         if states:
             of_prompts = jnp.repeat(source, len(is_new) // len(source))
-            cache = replace(cache, states=_placed(cache.states, states, of_prompts, is_new))
+            states = _placed(states, {i: kept[i] for i in states}, of_prompts, is_new)
+        layers = [
+            each._replace(prompt_k=placed[i][0], prompt_v=placed[i][1]) if isinstance(each, LayerCache) else states[i]
+            for i, each in enumerate(cache.layers)
+        ]
+        cache = replace(cache, prompt_tokens=tokens, prompt_starts=starts, layers=layers)
         return cache, jax.tree.map(lambda new, old: jnp.where(_like(is_new, new), new, old), admitted.slots, slots)
 
     of_cache, of_admitted = jax.tree.map(pspec_of, (cache, admitted))
@@ -144,26 +138,23 @@ def _prefill(
     config: ModelConfig,
     params: Params,
     admitted: Admitted,
-    like: Float[Array, "B K H T"],
+    like: Float[Array, "Q K H S"],
     layout: Layout,
     size: tuple[int, int],
     by_block: bool,
-) -> tuple[list[Array], list[Array], list[State]]:
-    """Computes what the layers keep of prompts, in pieces of `size`: some prompts, some columns from the first unknown
-    one on.
+) -> list[tuple[Array, Array] | State]:
+    """Computes what each layer keeps of prompts: keys and values of the device's heads, as in `like`, or states.
 
-    Returns the keys and values of the device's heads, in the dtype of `like`, and the states.
+    They are computed in pieces of `size`: some prompts, some columns from the first unknown one on.
     """
     starts, known, images = admitted.starts, admitted.known, admitted.images
-    (P, S), (_, K, H, _), dtype = admitted.prompts.shape, like.shape, like.dtype
-    num, M = size
-    if known is None:
-        keys = [jnp.zeros((P, K, H, S), dtype) for _ in config.attention_layers]
-        values = [jnp.zeros((P, K, S, H), dtype) for _ in config.attention_layers]
-        first_unknown = starts
-    else:
-        keys, values, first_unknown = known.k, known.v, known.first_unknown
-    states = [empty_state(config, P) for _ in range(num_recurrent(config))]
+    (P, S), (_, K, H, _), (num, M) = admitted.prompts.shape, like.shape, size
+
+    def empty(layer: int) -> tuple[Array, Array] | State:
+        return empty_state(config, P) if config.is_recurrent(layer) else empty_columns(P, K, H, S, like.dtype)
+
+    first_unknown = starts if known is None else known.first_unknown
+    kept = [empty(layer) for layer in range(config.num_layers)] if known is None else known.layers
     last_piece, columns = S // M - 1, jnp.arange(S)[None, :]
     first_pieces = jnp.minimum(jnp.min(first_unknown.reshape(-1, num), axis=1) // M, last_piece)
     num_turns = (admitted.num_prompts[0] + num - 1) // num
@@ -171,7 +162,7 @@ def _prefill(
         first_pieces, num_turns = lax.pmin(first_pieces, DATA), lax.pmax(num_turns, DATA)
 
     def compute(carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
-        turn, piece, stored = carry
+        turn, piece, kept = carry
         row, first = turn * num, piece * M
         begin, unknown = (lax.dynamic_slice_in_dim(x, row, num) for x in (starts, first_unknown))
         own = first + jnp.arange(M)
@@ -193,21 +184,18 @@ def _prefill(
         inputs = None
         if images is not None:
             inputs, positions = images.inputs(row, first, size, positions)
-        keys, values, states = stored
-        kept = layer_caches(config, zip(keys, values, strict=True), states)
         adapted = params
         if admitted.adapters is not None:
             own_adapters = lax.dynamic_slice_in_dim(admitted.adapters, row, num)
             adapted = select_adapters(params, jnp.repeat(own_adapters, M))
         options = PassOptions(layout=layout, images=inputs, recur=attend.recur)
         kept = forward(config, adapted, tokens.reshape(-1), positions, attend, kept, options).caches
-        layers, states = by_kind(config, kept)
         is_last = piece == last_piece
         following = jnp.minimum(turn + 1, len(first_pieces) - 1)
         turn, piece = turn + is_last.astype(jnp.int32), jnp.where(is_last, first_pieces[following], piece + 1)
-        return turn, piece, ([keys for keys, _ in layers], [values for _, values in layers], states)
+        return turn, piece, kept
 
-    start = jnp.int32(0), first_pieces[0], (keys, values, states)
+    start = jnp.int32(0), first_pieces[0], kept
     return lax.while_loop(lambda carry: carry[0] < num_turns, compute, start)[2]
 
 

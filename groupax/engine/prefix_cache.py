@@ -5,7 +5,7 @@ again: in the place that belongs to the conversation, if it has one, otherwise a
 belong to one set of weights; code that changes the weights must clear the cache.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,18 +61,15 @@ class Place:
         return length, self.prefix if length else None
 
 
-def prefix_of(stored: Mapping[str, Any], prompt: np.ndarray, tokens: list[int], adapter: int = -1) -> Prefix:
+def prefix_of(stored: Many[Any], prompt: np.ndarray, tokens: list[int], adapter: int = -1) -> Prefix:
     """Returns the prefix of a prompt and its completion.
 
     Args:
-        stored: What `conversations.read_slots` returns for its slot, on the host.
+        stored: Each layer of what `conversations.read_slots` returns for its slot, on the host.
     """
-    in_prompt = slice(stored["prompt_k"][0].shape[-1] - (len(prompt) - 1), None)
-    in_row = slice(len(tokens))
-    pairs = zip(stored["prompt_k"], stored["k"], strict=True)
-    k = [np.concatenate([before[..., in_prompt], row[..., in_row]], axis=2) for before, row in pairs]
-    pairs = zip(stored["prompt_v"], stored["v"], strict=True)
-    v = [np.concatenate([before[:, in_prompt], row[:, in_row]], axis=1) for before, row in pairs]
+    in_prompt, in_row = slice(stored[0].prompt_k.shape[-1] - (len(prompt) - 1), None), slice(len(tokens))
+    k = [np.concatenate([x.prompt_k[..., in_prompt], x.k[..., in_row]], axis=2) for x in stored]
+    v = [np.concatenate([x.prompt_v[:, in_prompt], x.v[:, in_row]], axis=1) for x in stored]
     return Prefix(np.array([*prompt, *tokens[:-1]], np.int64), k, v, adapter)
 
 

@@ -32,12 +32,12 @@ from groupax.engine.cache import (
     slot_table,
     to_slots,
 )
-from groupax.engine.conversations import read_slots
+from groupax.engine.conversations import Known, read_slots
 from groupax.engine.core import EngineCore
 from groupax.engine.decode import DecodeSettings, decode_chunk
 from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Demand, Plan, admission_prompts, in_steps, power_of_two
-from groupax.engine.prefill import Admitted, Known, admit
-from groupax.engine.resizing import move, move_slots, moves
+from groupax.engine.prefill import Admitted, admit
+from groupax.engine.resizing import Resizing, move, move_slots, moves, what_moves
 from groupax.engine.rules import TokenMasks
 from groupax.engine.sequence import Sequence
 from groupax.models.config import ModelConfig
@@ -131,7 +131,9 @@ class Tracer:
         known = None
         if has_known:
             cache = self.cache(CacheShape(num_prompts, 1, num_columns, 1))
-            known = self._sharded(jax.eval_shape(lambda x: Known(x.prompt_starts, x.prompt_k, x.prompt_v), cache))
+            known = self._sharded(
+                jax.eval_shape(lambda x: Known(x.prompt_starts, [each[:2] for each in x.layers]), cache)
+            )
         admitted = Admitted(
             prompts=self._rows(num_prompts, num_columns),
             starts=self._rows(num_prompts),
@@ -147,21 +149,17 @@ class Tracer:
         return admit.trace(self.params, cache, slots, admitted, **static, short_pieces=self.is_served)
 
     def _change(self, before: CacheShape, after: CacheShape) -> Iterator[Traced]:
-        changes_slots = before.num_slots != after.num_slots or before.share != after.share
-        has_rows = changes_slots or before.num_columns != after.num_columns
-        has_prompts = changes_slots or before.num_prompt_columns != after.num_prompt_columns
-        rows = self._rows(after.num_slots) if has_rows else None
-        prompt_slots = self._rows(after.num_prompt_slots) if has_prompts else None
-        columns = {"num_columns": after.num_columns, "num_prompt_columns": after.num_prompt_columns}
+        moves_slots, moves_prompts = what_moves(before, after)
+        rows = self._rows(after.num_slots) if moves_slots else None
+        prompt_slots = self._rows(after.num_prompt_slots) if moves_prompts else None
         cache = self.cache(before)
-        calls = moves(cache, rows, prompt_slots, **columns, mesh=self.mesh)
         seen = set()  # layers share programs
-        for call, x in zip(calls, jax.tree.leaves(cache), strict=True):
+        for call, x in zip(moves(cache, rows, prompt_slots, after, self.mesh), jax.tree.leaves(cache), strict=True):
             static = {} if call is None else {name: each for name, each in call.keywords.items() if name != "rows"}
             if call is not None and (key := (x.shape, x.dtype, *static.items())) not in seen:
                 seen.add(key)
                 yield move.trace(x, **call.keywords)  # as calls give them
-        if has_rows:
+        if moves_slots:
             yield move_slots.trace(self._slots(before), rows, mesh=self.mesh)
 
     def _slots(self, shape: CacheShape) -> Slots:
@@ -382,22 +380,21 @@ class Serving:
         """Returns whether a request waits for programs, to join a batch of this shape or, if None, a new one."""
         return self._kind(sequences, now) in self._held
 
-    def can_start(
-        self,
-        sequences: list[Sequence],
-        now: CacheShape | None,
-        shape_with: Callable[[list[Sequence]], CacheShape | None],
-    ) -> bool:
+    def can_start(self, sequences: list[Sequence], joined: Resizing | None) -> bool:
         """Returns whether a request can start with compiled programs; if not, has them compiled.
 
         Args:
             sequences: The request.
-            now: Shape of the batch that it would join; None for a new one.
-            shape_with: Returns the shape with the request, None until its programs are compiled.
+            joined: Shape of the batch that it would join; None for a new one.
         """
+        now = None if joined is None else joined.shape
         if self.holds(sequences, now):
             return False
-        shape = shape_with(sequences)
+        if joined is None:
+            engine = self.programs.engine
+            shape = self.nearest(self.plan.first_shape(self.demand(sequences), engine.num_shards), sequences)
+        else:
+            shape = joined.shape_with(sequences)
         if shape is None:
             self._held.add(self._kind(sequences, now))
         return shape is not None
@@ -415,10 +412,6 @@ class Serving:
         )
         fits = self.plan.allows(self.plan.smallest_shape(rounded))
         return rounded if fits else replace(demand, group_sizes=rounded.group_sizes)
-
-    def first_shape(self, sequences: list[Sequence]) -> CacheShape | None:
-        """Returns the shape of a new batch for these (see `nearest`)."""
-        return self.nearest(self.plan.first_shape(self.demand(sequences), self.programs.engine.num_shards), sequences)
 
     def nearest(
         self, shape: CacheShape, sequences: list[Sequence], before: CacheShape | None = None

@@ -322,19 +322,34 @@ def changed_logits(logits: Float[Array, "B V"], settings: Options, history: Hist
     return logits - settings["frequency_penalty"][:, None] * count
 
 
-def constrained_logits(
-    logits: Float[Array, "B V"], settings: Options, history: History, allowed: Bool[Array, "B V"]
-) -> Float[Array, "B V"]:
-    """Returns the changed logits of allowed tokens; unchanged ones where no token that may follow is allowed."""
-    changed = lax.cond(
-        are_changed(settings, history), lambda: changed_logits(logits, settings, history), lambda: logits
-    )
+def changed_distribution(
+    policy: Distribution,
+    logits: Float[Array, "B V"],
+    inverse_temperature: Float[Array, "B 1"],
+    settings: Options,
+    history: History,
+    allowed: Bool[Array, "B V"] | None,
+) -> Distribution:
+    """Returns the softmax of the changed logits, of allowed tokens only if there are constraints.
+
+    Where no token that may follow is allowed, the logits are those that were not changed.
+    """
+    are_changed = _are_changed(settings, history)
+    # Branches return as few arrays as large as the logits as they can: these are copied.
+    if allowed is None:
+        return lax.cond(
+            are_changed,
+            lambda: distribution(changed_logits(logits, settings, history) * inverse_temperature),
+            lambda: policy,
+        )
+    changed = lax.cond(are_changed, lambda: changed_logits(logits, settings, history), lambda: logits)
     # the end of a completion may be the only allowed token before `min_tokens`
     is_left = jnp.any(allowed & (changed > -jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(allowed, jnp.where(is_left, changed, logits), -jnp.inf)
+    changed = jnp.where(allowed, jnp.where(is_left, changed, logits), -jnp.inf)
+    return distribution(changed * inverse_temperature)
 
 
-def are_changed(settings: Options, history: History) -> Bool[Array, ""]:
+def _are_changed(settings: Options, history: History) -> Bool[Array, ""]:
     """Returns whether an option of `changed_logits` is set in a row."""
     by_row = history.num_generated < settings["min_tokens"]
     for name in sorted(CHANGES - {"min_tokens"}):

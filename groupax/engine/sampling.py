@@ -8,7 +8,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from groupax.engine.rules import (
@@ -16,9 +15,7 @@ from groupax.engine.rules import (
     History,
     Options,
     alternatives_of,
-    are_changed,
-    changed_logits,
-    constrained_logits,
+    changed_distribution,
     distribution,
     members,
     reduce_blocks,
@@ -71,15 +68,7 @@ def sample(
         logp = scaled - drawn.log_sum
         policy_logp = logp if allowed is None else _logp_of(token, policy)
         return Sampled(token, policy_logp, jnp.where(greedy, 0.0, logp))
-    # Branches return as few arrays as large as the logits as they can: these are copied.
-    if allowed is None:
-        changed = lax.cond(
-            are_changed(settings, history),
-            lambda: distribution(changed_logits(logits, settings, history) * inverse_temperature),
-            lambda: policy,
-        )
-    else:
-        changed = distribution(constrained_logits(logits, settings, history, allowed) * inverse_temperature)
+    changed = changed_distribution(policy, logits, inverse_temperature, settings, history, allowed)
     kept = truncation(changed, settings)
     sums = reduce_blocks(jnp.sum, kept.weights(changed.scaled), 0.0)
     token, scaled = _draw(changed, sums, kept.weights, uniform, greedy)

@@ -125,59 +125,10 @@ class Scheduler:
             [pair for prompt_slot, own in taken.items() for pair in enumerate(own, start=prompt_slot * self.share)],
         )
 
-    def compact(self, slots_per_shard: int) -> np.ndarray:
-        """Gives each shard fewer slots, enough for its running sequences, and each slot its own prompt slot.
-
-        Returns the index within its shard of the old slot that moves to each new slot.
-        """
-        kept = []
-        for first in range(0, len(self.slots), self.slots_per_shard):
-            own = range(self.slots_per_shard)
-            kept += sorted(own, key=lambda slot: self.slots[first + slot] is None)[:slots_per_shard]
-        shard_of = np.repeat(np.arange(self.num_shards), slots_per_shard)
+    def rearrange(self, rows: np.ndarray, share: int) -> None:
+        """Gives each shard the slots with these indices within it, [D, B], idle ones for -1, and another `share`."""
+        firsts = range(0, len(self.slots), self.slots_per_shard)
         self.slots = [
-            self.slots[shard * self.slots_per_shard + slot] for shard, slot in zip(shard_of, kept, strict=True)
+            None if row < 0 else self.slots[first + row] for first, own in zip(firsts, rows, strict=True) for row in own
         ]
-        self.slots_per_shard, self.share = slots_per_shard, 1
-        return np.array(kept, np.int32)
-
-    def preempt(self, num_prompt_slots: int, share: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keeps each shard's prompt slots with the longest sequences, and the longest of each; preempts the others.
-
-        Preempted sequences go to the front of the queue and are sampled again from their prompts, which costs the least
-        for the shortest.
-
-        Returns:
-            The prompt slots and the slots that are kept, by their indices within their shards.
-        """
-        kept_prompt_slots, kept_slots = [], []
-        for shard in range(self.num_shards):
-            own = self.slots[shard * self.slots_per_shard : (shard + 1) * self.slots_per_shard]
-            shared = [range(first, first + self.share) for first in range(0, len(own), self.share)]
-            longest = sorted(shared, key=lambda slots: -max(_progress(own[slot]) for slot in slots))[:num_prompt_slots]
-            for slots in sorted(longest, key=lambda slots: slots.start):
-                kept_prompt_slots.append(slots.start // self.share)
-                kept_slots.append(sorted(sorted(slots, key=lambda slot: -_progress(own[slot]))[:share]))
-        slots = np.array(kept_slots, np.int32).reshape(self.num_shards, -1)
-        kept = slots + self.slots_per_shard * np.arange(self.num_shards)[:, None]
-        preempted = [sequence for slot, sequence in enumerate(self.slots) if sequence and slot not in kept]
-        self.slots = [self.slots[slot] for slot in kept.reshape(-1)]
-        self.slots_per_shard, self.share = num_prompt_slots * share, share
-        others = self.queued
-        self.waiting.clear()
-        for sequence in preempted:
-            sequence.cut(0)
-        self.submit([*preempted, *others])
-        return np.array(kept_prompt_slots, np.int32), slots.reshape(-1)
-
-    def grow(self, slots_per_shard: int) -> None:
-        """Adds idle slots at the end of each shard."""
-        added = [None] * (slots_per_shard - self.slots_per_shard)
-        shards = range(0, len(self.slots), self.slots_per_shard)
-        self.slots = [slot for first in shards for slot in (*self.slots[first : first + self.slots_per_shard], *added)]
-        self.slots_per_shard = slots_per_shard
-
-
-def _progress(sequence: Sequence | None) -> int:
-    """Returns the number of tokens fed after the prompt's last one; -1 for an idle slot."""
-    return -1 if sequence is None else len(sequence.tokens)
+        self.slots_per_shard, self.share = rows.shape[1], share

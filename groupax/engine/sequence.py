@@ -83,6 +83,39 @@ class Sequence:
             self.matcher.reset()
 
 
+def check_request(
+    prompts: Iterable[Any], params: SamplingParams, max_positions: int, vocab_size: int, has_tokenizer: bool
+) -> None:
+    """Checks that a model with this many positions and tokens can continue prompts.
+
+    Raises:
+        ValueError: A prompt or an option is not one that the model takes.
+    """
+    for index, prompt in enumerate(map(np.asarray, prompts)):
+        if prompt.ndim != 1:
+            raise ValueError(
+                f"prompt {index} is an array of the shape {prompt.shape}; a prompt is one row of token ids, "
+                "several are a list of such rows or an array of two dims"
+            )
+        if prompt.size == 0:
+            raise ValueError(f"prompt {index} has no tokens; the model needs at least one to continue from")
+        if prompt.size + params.max_tokens > max_positions:
+            raise ValueError(
+                f"prompt {index} has {prompt.size} tokens, which with max_tokens {params.max_tokens} exceeds the "
+                f"model's {max_positions} positions; shorten the prompt or lower max_tokens"
+            )
+        if prompt.min() < 0 or prompt.max() >= vocab_size:
+            raise ValueError(
+                f"prompt {index} has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has "
+                f"{vocab_size} tokens: is this its tokenizer?"
+            )
+    if params.stop and not has_tokenizer:
+        raise ValueError(f"stop strings ({', '.join(map(repr, params.stop))}) need a tokenizer; give the Engine one")
+    outside = [token for token in params.logit_bias if not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(f"logit_bias names tokens {outside}; the vocabulary has {vocab_size}")
+
+
 Decode = Callable[[Many[int]], str]
 # Characters that may differ at the start of a text that is decoded from the middle of its tokens.
 SPARE_CHARACTERS = 8

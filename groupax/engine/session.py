@@ -127,9 +127,7 @@ class Session:
         batch = self._batch
         if batch is None:
             return
-        if has_more or has_new:
-            batch.reserve()
-        batch.fit_columns()
+        batch.reshape(reserves=has_more or has_new)
         batch.admit(self.engine.params)
         if batch.scheduler.running:
             yield from self._decode(batch)
@@ -162,13 +160,9 @@ class Session:
         """Hands requests to the batch, in order, while it could hold them; returns whether it may need more slots."""
         has_more = False
         held: list[list[Sequence]] = []
-        while self._pending and (self._batch is None or self._batch.allows(self._pending[0])):
-            sequences = self._pending.popleft()
-            serving, batch = self.serving, self._batch
-            now = batch.shape if batch else None
-            if serving is not None and not serving.can_start(
-                sequences, now, batch.shape_with if batch else serving.first_shape
-            ):
+        while self._pending and (self._batch is None or self._batch.resizing.allows(self._pending[0])):
+            sequences, serving, batch = self._pending.popleft(), self.serving, self._batch
+            if serving is not None and not serving.can_start(sequences, batch and batch.resizing):
                 held.append(sequences)
             elif batch is None:
                 self._batch = Batch(self.engine, self._plan, sequences, self.patience, serving)

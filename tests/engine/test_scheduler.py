@@ -8,6 +8,7 @@ import pytest
 from groupax.core.settings.sampling import SamplingParams
 from groupax.engine.plan import CacheShape, Demand, Plan
 from groupax.engine.programs import ADMISSION_STEPS, HOST_FRAC, MIN_CHUNK_S, Pace
+from groupax.engine.resizing import grow, preempt
 from groupax.engine.scheduler import Scheduler
 from groupax.engine.sequence import Sequence
 
@@ -28,17 +29,17 @@ def test_those_that_are_not_far_make_room_and_begin_again():
     slots = scheduler.slots
     for slot, length in enumerate((5, 1, 0, 2, 3, 3, 9, 0)):
         slots[slot].tokens += [7] * length
-    prompt_slots, rows = scheduler.preempt(num_prompt_slots=1, share=2)
-    assert prompt_slots.tolist() == [0, 1]
-    assert rows.tolist() == [0, 1, 2, 3]
+    rows, prompt_slots = preempt(scheduler, num_prompt_slots=1, share=2)
+    assert prompt_slots.tolist() == [[0], [1]]
+    assert rows.tolist() == [[0, 1], [2, 3]]
     assert [len(sequence.tokens) for sequence in scheduler.slots] == [5, 1, 9, 0]
     assert (scheduler.slots_per_shard, scheduler.share) == (2, 2)
     assert [[s.tokens for s in bundle] for bundle in scheduler.waiting] == [[[], []], [[], []], [[]]]
-    prompt_slots, rows = scheduler.preempt(num_prompt_slots=1, share=1)
-    assert (prompt_slots.tolist(), rows.tolist()) == ([0, 0], [0, 0])
+    rows, prompt_slots = preempt(scheduler, num_prompt_slots=1, share=1)
+    assert (prompt_slots.tolist(), rows.tolist()) == ([[0], [0]], [[0], [0]])
     assert [len(sequence.tokens) for sequence in scheduler.slots] == [5, 9]
     assert [len(bundle) for bundle in scheduler.waiting] == [1] * 7
-    scheduler.grow(2)
+    grow(scheduler, 2)
     assert [sequence and len(sequence.tokens) for sequence in scheduler.slots] == [5, None, 9, None]
     assert scheduler.num_blocked() == 5, "of seven that wait, two have a free slot"
     assert scheduler.num_blocked([*scheduler.queued, *sequences_of(9, 9, 9)]) == 15, "with others that join them"
