@@ -157,7 +157,7 @@ def in_a_callback():
     asyncio.run(main())
 
 place, *numbers = sys.argv[1:]
-if place == "ignored": signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN if place == "ignored" else signal.SIG_DFL)  # nohup ignores it
 work = {"wait": threading.Event().wait, "ignored": busy}
 work |= {"swallows": swallows, "replaces": replaces, "callback": in_a_callback, "looks": busy}
 preemption.PATIENCE_S = 9 if place == "looks" else 0.05
