@@ -10,30 +10,31 @@ from groupax.rewards.maths import gsm8k_accuracy
 
 # Kind, argument, an answer that follows the instruction, and one that does not, all about rain.
 ANSWERS = [
-    ("sentences", "two", "Rain is wet. It falls!", "Rain is wet."),
-    ("at_most_words", "8", "Rain is water.", "Rain is water that falls from the dark and cold clouds."),
-    ("without_word", "the", "There is rain.", "The rain falls."),
-    ("without_letter", "b", "Rain is wet.", "Rain is bad."),
+    ("sentences", "two", "Rain is wet. It falls down!", "Rain is wet and falls."),
+    ("at_most_words", "8", "Rain is water that falls.", "Rain is water that falls from the dark and cold clouds."),
+    ("without_word", "the", "There is rain in May.", "The rain falls in May."),
+    ("without_letter", "b", "Rain is wet and cold.", "Rain is bad and cold."),
     ("with_words", "old and warm", "The old rain is warm.", "The older rain is warm."),
-    ("begins_with", "I think", "I think rain is wet.", "I thinking of rain."),
-    ("quotes", "", '"Rain is wet"', '"Rain" is "wet"'),
-    ("tags", "fact", "<fact>Rain is wet.</fact>", "<fact>Rain</fact> is wet.</fact>"),
-    ("json", "text", ' {"text": "Rain."}\n', '```json\n{"text": "Rain."}\n```'),
-    ("capitals", "", "RAIN IS WET.", "RAIN IS wet."),
-    ("without_commas", "", "Rain is wet.", "Rain, it is wet."),
-    ("with_digit", "", "Rain has 4 letters.", "Rain has four letters."),
-    ("question", "", "Is rain wet?", "Rain is wet."),
-    ("brackets", "", "[[Rain is wet]]", "[Rain is wet]"),
-    ("last_word", "today", "There is rain today.", "There is rain todays."),
+    ("begins_with", "I think", "I think rain is wet.", "I thinking of the rain."),
+    ("quotes", "", '"Rain is wet and cold"', '"Rain" is "wet and cold"'),
+    ("tags", "fact", "<fact>Rain is wet and cold.</fact>", "<fact>Rain</fact> is wet and cold.</fact>"),
+    ("json", "text", ' {"text": "Rain is often wet."}\n', '```json\n{"text": "Rain is often wet."}\n```'),
+    ("capitals", "", "RAIN IS WET AND COLD.", "RAIN IS WET and cold."),
+    ("without_commas", "", "Rain is wet and cold.", "Rain, it is wet and cold."),
+    ("with_digit", "", "The word rain has 4 letters.", "The word rain has four letters."),
+    ("question", "", "Is rain wet and cold?", "Rain is wet and cold."),
+    ("brackets", "", "[[Rain is wet and cold]]", "[Rain is wet and cold]"),
+    ("last_word", "today", "There is cold rain today.", "There is cold rain todays."),
 ]
 
 
 @pytest.mark.parametrize(("kind", "argument", "right", "wrong"), ANSWERS)
 def test_an_instruction_is_checked(kind, argument, right, wrong):
-    texts = [right, wrong, "", right.lower().replace("rain", "snow").replace("RAIN", "SNOW"), right + " And then the"]
-    found = follows_instruction(texts, [kind] * 5, [argument] * 5, ["rain"] * 5)
-    assert found == [1, 0, 0, 0, 0]
-    scores = instruction_score(texts, [kind] * 5, [argument] * 5, ["rain"] * 5)
+    of_snow = right.lower().replace("rain", "snow").replace("RAIN", "SNOW")
+    texts = [right, wrong, "", of_snow, right + " And then the", "Rain rain."]
+    found = follows_instruction(texts, [kind] * 6, [argument] * 6, ["rain"] * 6)
+    assert found == [1, 0, 0, 0, 0, 0]
+    scores = instruction_score(texts, [kind] * 6, [argument] * 6, ["rain"] * 6)
     assert all(0 <= score <= 1 for score in scores)
     assert scores[0] > max(scores[1:])
 
