@@ -21,7 +21,7 @@ EARLY_STEPS = 3  # of the start, compared with the last `PATIENCE_STEPS` while t
 NO_GRADIENT = 1e-8  # norm of a gradient that changes nothing
 SLOW_REWARD, SLOW_REWARD_S = 0.3, 0.1  # of the steps' time, and seconds per step
 REWARD_CHANGE = 0.5  # standard deviations of a reward
-LONGER, MORE_CLIPPED = 1.5, 0.25  # times the length at the start, and share of completions
+LONGER, SHORTER, MORE_CLIPPED = 1.5, 0.4, 0.25  # times the length at the start, and share of completions
 FAILED = 0.2  # of the episodes
 
 # An error says that the run learns nothing, or not what it should; a warning that it may; a note that it wastes time.
@@ -30,7 +30,7 @@ SEVERITIES: dict[str, Severity] = {
     **dict.fromkeys(("no_rewards", "rewards_equal", "no_gradient", "kl_runaway", "entropy_collapse"), "error"),
     **dict.fromkeys(("reward_hacking", "learning_rate_zero", "environment_failures"), "error"),
     **dict.fromkeys(("filter_budget", "few_prompts", "all_truncated", "length_explosion", "logp_drift"), "warning"),
-    **dict.fromkeys(("no_eos", "decoding_weights", "sequence_weights"), "warning"),
+    **dict.fromkeys(("length_collapse", "no_eos", "decoding_weights", "sequence_weights"), "warning"),
     **dict.fromkeys(("metric_for_best_model", "slow_reward"), "note"),
 }
 PREFIXES: dict[str, Severity] = {"reward ": "error", "tracker_": "note"}  # of names that contain another name
@@ -323,6 +323,11 @@ def _trends(start: Steps, recent: Steps) -> dict[str, str]:
             f"completions have grown from {length_then:.0f} to {length:.0f} tokens, and {clipped:.0%} of them are cut "
             f"off ({clipped_then:.0%} at the start): length may be what is rewarded; look at the longest ones, add a "
             "length reward (docs/rewards.md), set loss_type='dr_grpo', or mask_truncated_completions"
+        )
+    if length < SHORTER * length_then and clipped_then < MORE_CLIPPED:
+        found["length_collapse"] = (
+            f"completions have shrunk from {length_then:.0f} to {length:.0f} tokens: texts that say little may earn "
+            "the rewards; read those with the highest one, and ask for what they lack in a reward"
         )
     return found
 

@@ -7,7 +7,11 @@ import { address, app, markRead, runColour, shownRuns } from "./state.js";
 const ORDER = ["error", "warning", "note"];
 const TRACEBACK = "Traceback (most recent call last)";
 // Where the link of a diagnostic leads beyond its step: to what its text asks to read.
-const READ_FIRST = { reward_hacking: { sort: "highest", sample: "highest" }, length_explosion: { sort: "longest", sample: "longest" } };
+const READ_FIRST = {
+  reward_hacking: { sort: "highest", sample: "highest" },
+  length_collapse: { sort: "highest", sample: "highest" },
+  length_explosion: { sort: "longest", sample: "longest" },
+};
 const FRAME = /^\s*File "(.*)", line \d+/;
 // Frames of Python, of installed packages and of groupax, none of which the user has written.
 const OF_OTHERS = /^<frozen|[\\/](?:site-packages|dist-packages|lib[\\/]python3[^\\/]*)[\\/]|[\\/]groupax[\\/](?:data|environments|episodes|evaluation|rewards|rollouts|tools)[\\/]/i;
