@@ -52,7 +52,14 @@ from groupax.runs.build import (
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, identity_of
 from groupax.runs.checkpoints.record import read_policies, restored_rollout
-from groupax.runs.diagnostics import Diagnose, logp_limit, setup_diagnostics, step_diagnostics, stop_if_unscored
+from groupax.runs.diagnostics import (
+    Diagnose,
+    logp_limit,
+    num_unscored_steps,
+    setup_diagnostics,
+    step_diagnostics,
+    stop_if_unscored,
+)
 from groupax.runs.header import data_name, prompt_warnings
 from groupax.runs.model_card import run_card
 from groupax.runs.progress.display import Progress
@@ -246,8 +253,9 @@ class GRPOTrainer(Trainer):
 
     def stop_if_nothing_is_scored(self) -> None:
         """Raises a RewardError if no completion had a reward in several rollouts, or in the whole run."""
-        names, history = [reward.name for reward in self.rewards], self.run.log.diagnostics.history
-        stop_if_unscored(history, self.cursor.step, self.num_steps, self.schedule.updates_per_rollout, names)
+        if num_unscored := num_unscored_steps(self.run.log.diagnostics.history):
+            names, per_rollout = [reward.name for reward in self.rewards], self.schedule.updates_per_rollout
+            stop_if_unscored(num_unscored, self.cursor.step, self.num_steps, per_rollout, names)
 
     @contextmanager
     def _shapes_kept(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from groupax.engine.conversations import known_beginnings
 from groupax.engine.core import EngineCore
 from groupax.engine.decode import Chunk, DecodeSettings, decode_chunk
 from groupax.engine.images import admitted_images
-from groupax.engine.plan import CacheShape, Plan, admission_prompts
+from groupax.engine.plan import Plan, admission_prompts
 from groupax.engine.prefill import Admitted, admit
 from groupax.engine.prefix_cache import Place
 from groupax.engine.resizing import Resizing
@@ -58,14 +58,9 @@ class Batch:
         self.core, self.plan, self.serving, self.mesh = core, plan, serving, core.mesh
         self.resizing = Resizing(core, plan, sequences, patience, serving)
         self.scheduler = self.resizing.scheduler
-        self.cache: Cache = cache_maker(core.config, self.mesh, self.shape, core.kv_dtype)()
+        self.cache: Cache = cache_maker(core.config, self.mesh, self.resizing.shape, core.kv_dtype)()
         self.rows = NamedSharding(self.mesh, ROWS)
-        self.slots = to_slots(self.idle_slots(), self.on_rows)
-
-    @property
-    def shape(self) -> CacheShape:
-        """Shape of each shard's cache."""
-        return self.resizing.shape
+        self.slots = to_slots(slot_table(len(self.scheduler.slots), bool(core.adapters)), self.on_rows)
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Adds sequences at the end of the queue. Before they are admitted, `reshape` must reserve slots for them."""
@@ -85,8 +80,8 @@ class Batch:
         scheduler, pace, begun_s = self.scheduler, self.serving and self.serving.pace, time.perf_counter()
         if not scheduler.waiting:
             return
-        num_prompts = admission_prompts(self.shape, bool(self.core.prefixes.max_bytes))
-        most = num_prompts if pace is None else pace.num_prompts(self.shape, num_prompts)
+        num_prompts = admission_prompts(self.resizing.shape, bool(self.core.prefixes.max_bytes))
+        most = num_prompts if pace is None else pace.num_prompts(self.resizing.shape, num_prompts)
         while admission := scheduler.admit(most):
             self._admit(params, admission, num_prompts)
             if pace is not None:
@@ -101,8 +96,8 @@ class Batch:
         is_constrained = any(each.matcher is not None for each in running)
         sampling = sampling_kind(each.params for each in running)
         if self.serving is not None:
-            sampling, is_constrained = self.serving.kind(self.shape, self.resizing.demand, running)
-            num_steps = np.array(self.serving.pace.num_steps(self.shape), np.int32)
+            sampling, is_constrained = self.serving.kind(self.resizing.shape, self.resizing.demand, running)
+            num_steps = np.array(self.serving.pace.num_steps(self.resizing.shape), np.int32)
             limit = to_device(num_steps, NamedSharding(self.mesh, jax.P()))
         masks = None
         if is_constrained:
@@ -130,7 +125,7 @@ class Batch:
                 sequence.matcher.consume_tokens(sequence.tokens[num_before:])
         if self.serving is not None:
             num_steps = max((len(sequence.tokens) - num_before for sequence, num_before in grown), default=0)
-            self.serving.pace.add_chunk(self.shape, num_steps, time.perf_counter() - begun_s)
+            self.serving.pace.add_chunk(self.resizing.shape, num_steps, time.perf_counter() - begun_s)
         return grown
 
     def free_finished(self) -> None:
@@ -147,9 +142,9 @@ class Batch:
 
     def _admit(self, params: Params, admission: Admission, num_prompts: int) -> None:
         core, scheduler, row_of = self.core, self.scheduler, {}
-        prompts, starts = admission.padded(num_prompts, self.shape.num_prompt_columns)
+        prompts, starts = admission.padded(num_prompts, self.resizing.shape.num_prompt_columns)
         source = np.full(self.cache.prompt_tokens.shape[0], -1, np.int32)
-        admitted = self.idle_slots()
+        admitted = slot_table(len(scheduler.slots), bool(core.adapters))
         is_new = np.zeros(len(admitted), bool)
         places: list[Place | None] = [None] * len(prompts)
         adapters = np.full(len(prompts), -1, np.int32)
@@ -167,10 +162,10 @@ class Batch:
                 admitted[slot]["adapter"] = adapters[row] = core.adapter_index(sequence.adapter)
         vision, features, images, known = core.config.vision, core.features, None, None
         if vision is not None and features is not None:  # whose features are computed now
-            shape = num_prompts, self.shape.num_prompt_columns
+            shape = num_prompts, self.resizing.shape.num_prompt_columns
             images = admitted_images(vision, features, core.vision_params, admission, shape)
         if core.prefixes.max_bytes:
-            known = known_beginnings(core, admission, places, starts, self.shape.num_prompt_columns)
+            known = known_beginnings(core, admission, places, starts, self.resizing.shape.num_prompt_columns)
         self.cache, self.slots = admit(
             params,
             self.cache,
@@ -191,10 +186,6 @@ class Batch:
             by_block=self.plan.by_block,
             short_pieces=self.serving is not None,
         )
-
-    def idle_slots(self) -> np.ndarray:
-        """Returns as many idle slots as there are, on the host."""
-        return slot_table(len(self.scheduler.slots), bool(self.core.adapters))
 
     def on_rows(self, array: np.ndarray) -> jax.Array:
         """Puts an array with a row for each slot, or prompt, on the devices."""

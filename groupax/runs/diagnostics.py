@@ -173,14 +173,14 @@ def num_unscored_steps(history: Sequence[Mapping[str, float]]) -> int:
     return next(scored, len(history))
 
 
-def stop_if_unscored(history: Steps, step: int, num_steps: int, updates_per_rollout: int, names: Sequence[str]) -> None:
+def stop_if_unscored(unscored: int, step: int, num_steps: int, updates_per_rollout: int, names: Sequence[str]) -> None:
     """Raises a RewardError if no completion had a reward in several rollouts, or in the `num_steps` of the whole run.
 
-    A few rollouts without any reward may happen where rewards apply to some prompts only; more are a mistake.
+    The last `unscored` steps had no reward. A few such rollouts may happen where rewards apply to some prompts only;
+    more are a mistake.
     """
-    unscored = num_unscored_steps(history)
     patience = min(UNSCORED_ROLLOUTS * max(1, updates_per_rollout), START_STEPS)
-    if unscored and (unscored >= patience or unscored == step == num_steps):
+    if unscored >= patience or unscored == step == num_steps:
         raise RewardError(
             f"in steps {step - unscored + 1} to {step} no completion had a reward: every function "
             f"({', '.join(map(repr, names))}) returned None for every one of them. None means that a function does not "

@@ -289,9 +289,9 @@ class Learner:
         """Adapts what depends on the number of updates; returns metrics that follow from that."""
         settings, metrics = self.settings, {}
         self.num_updates += 1
-        if entropy is not None:
+        if entropy is not None and settings.objective.entropy_bonus:
             self.entropy = next_entropy_state(self.entropy, settings.entropy, entropy)
-            if settings.objective.entropy_bonus and settings.objective.metric_definitions == "trl":
+            if settings.objective.metric_definitions == "trl":
                 metrics["entropy_coef"] = self.entropy.coef
         if settings.sync_ref_model and self.num_updates % settings.ref_model_sync_steps == 0:
             assert self.reference is not None, "the config requires beta > 0"

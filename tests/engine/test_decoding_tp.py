@@ -122,7 +122,7 @@ def test_a_token_takes_two_sums_per_layer_and_its_logits(mesh, tp):
     batch = Batch(engine, engine.plan(), engine.sequences(PROMPTS, PARAMS), patience=0)
     settings = DecodeSettings(engine.config, engine.mesh, 8, "plain")
     decodes = decode_chunk.trace(engine.params, batch.cache, batch.slots, settings=settings)
-    num_rows = batch.shape.num_slots
+    num_rows = batch.resizing.shape.num_slots
     rows, one_of_all, logits = ("psum", (num_rows, 32)), ("pmax", ()), ("all_gather", (num_rows, 48))
     embedding = 1
     expected = {rows: 2 * model.config.num_layers + embedding, one_of_all: 1, logits: 1} if tp > 1 else {}

@@ -108,7 +108,7 @@ LINES = {
     "compat": 3760,
     "core": 3420,
     "data": 3270,
-    "engine": 4300,
+    "engine": 4290,
     "episodes": 3250,
     "evaluation": 640,
     "events": 210,

@@ -87,9 +87,12 @@ class RunSaver:
         return saved
 
     def save_if_due(self) -> None:
-        """Starts to write a checkpoint if one is due."""
+        """Starts to write a checkpoint if one is due, or if the present policy was evaluated and may be the best."""
         self.writer.look()
-        self.save_if(self.writer.due(self.trainer.cursor.step) or self._is_candidate_for_best())
+        step, is_saved = self.trainer.cursor.step, self.writer.last_step == self.trainer.cursor.step
+        is_evaluated = self.trainer.cursor.evaluated_step == step and not is_saved
+        may_be_best = is_evaluated and self.args.metric_for_best_model in self.log.evaluated
+        self.save_if(self.writer.due(step) or may_be_best)
 
     def save_if(self, due: bool) -> None:
         """Starts to write a checkpoint if the primary process says that one is due."""
@@ -206,12 +209,6 @@ class RunSaver:
         if not has_optimizer(saved.folder):
             text = "the checkpoint has no optimizer state (save_optimizer_state); it is initialized again"
             self.log.emit(Message(text, warning=True))
-
-    def _is_candidate_for_best(self) -> bool:
-        """Returns whether the current policy was evaluated for the best checkpoint and is not saved yet."""
-        cursor = self.trainer.cursor
-        name, is_known = self.args.metric_for_best_model, self.writer.last_step == cursor.step
-        return name in self.log.evaluated and cursor.evaluated_step == cursor.step and not is_known
 
     def _report_unknown_metric(self, step: int) -> None:
         name, metrics = self.args.metric_for_best_model, self.log.last | self.log.evaluated
