@@ -327,7 +327,7 @@ def _trends(start: Steps, recent: Steps) -> dict[str, str]:
     if length < SHORTER * length_then and clipped_then < MORE_CLIPPED:
         found["length_collapse"] = (
             f"completions have shrunk from {length_then:.0f} to {length:.0f} tokens: texts that say little may earn "
-            "the rewards; read those with the highest one, and ask for what they lack in a reward"
+            "the rewards; read the completions with the highest reward, and let a reward ask for what they lack"
         )
     return found
 

@@ -80,7 +80,7 @@ def test_a_healthy_history_has_no_diagnostic():
          "'form' has risen while 'right' has fallen.*reward_weights"),
         ({"completions_mean_length": 110.0, "completions_clipped_ratio": 0.6}, "length_explosion",
          r"from 50 to 110 tokens, and 60% of them are cut off \(10% at the start\)"),
-        ({"completions_mean_length": 15.0}, "length_collapse", "from 50 to 15 tokens.*read those with the highest one"),
+        ({"completions_mean_length": 15.0}, "length_collapse", "from 50 to 15 tokens.*with the highest reward"),
     ],
     ids=lambda value: value if isinstance(value, str) and "_" in value else "",
 )  # fmt: skip
