@@ -14,8 +14,8 @@ from groupax.engine.sequence import Sequence
 CHUNK_STEPS = 32  # tokens decoded between two visits to the host
 TURN_STEPS = 8  # the same where tools wait for the end of a turn
 MAX_SHARE = 16  # slots that share a prompt slot
-# The smallest sizes of the cache and of a prefill, in columns; larger ones are buckets above them.
-CACHE_COLUMNS = 128
+# The smallest sizes of the cache, of the first part of a larger one, and of a prefill, in columns; others are buckets.
+FEWEST_COLUMNS, CACHE_COLUMNS = 64, 128
 PREFILL_COLUMNS = 32
 # Maximum number of prompt tokens, with padding, that one admission computes on a shard (but at least one prompt).
 PREFILL_TOKENS = 16_384
@@ -131,7 +131,7 @@ class Plan:
 
     def smallest_shape(self, demand: Demand) -> CacheShape:
         """Returns the shape for one sequence of this demand."""
-        return CacheShape(1, 1, bucket(demand.prompt_columns, PREFILL_COLUMNS), bucket(demand.columns, CACHE_COLUMNS))
+        return CacheShape(1, 1, bucket(demand.prompt_columns, PREFILL_COLUMNS), bucket(demand.columns, FEWEST_COLUMNS))
 
     def check(self, demand: Demand) -> None:
         """Refuses sequences that can never run.
@@ -156,7 +156,7 @@ class Plan:
         self.check(demand)
         sizes, rows = demand.group_sizes, sum(demand.group_sizes)
         prompt_columns = bucket(demand.prompt_columns, PREFILL_COLUMNS)
-        columns = halvings(bucket(demand.columns, CACHE_COLUMNS), CACHE_COLUMNS)
+        columns = halvings(bucket(demand.columns, FEWEST_COLUMNS), CACHE_COLUMNS)
         expected = columns[-2:][0]
         num_slots = power_of_two(min(rows, self.max_slots), num_shards)
         while True:
@@ -172,7 +172,7 @@ class Plan:
 
     def num_columns(self, needed: int, demand: Demand, present: int) -> int:
         """Returns the number of columns to continue with, given those that the next chunk needs and those present."""
-        columns = halvings(bucket(demand.columns, CACHE_COLUMNS), CACHE_COLUMNS)
+        columns = halvings(bucket(demand.columns, FEWEST_COLUMNS), CACHE_COLUMNS)
         enough = next((number for number in columns if number >= needed), columns[-1])
         return enough if self.adapts and enough <= present // 2 else max(enough, present)
 

@@ -29,7 +29,7 @@ from groupax.objective.aggregation import Denominators, MetricSums, denominators
 from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state, top_entropy_threshold
 from groupax.parallel.collectives import on_devices, on_host, to_host, weights_digest
 from groupax.parallel.memory import free_memory_bytes
-from groupax.parallel.mesh import num_data_shards, splits_model
+from groupax.parallel.mesh import num_data_shards
 from groupax.training.accumulator import GradAccumulator, all_reduce, zero_grads
 from groupax.training.images import computed_features, known_features
 from groupax.training.memory import UpdateMemory, compute_dtype, efficiency_metrics, explain_out_of_memory
@@ -144,8 +144,6 @@ class Learner:
         self.shapes: list[Shape] = []
         self.entropy = EntropyState(settings.entropy.entropy_coef)
         self.device_lock: AbstractContextManager[object] = nullcontext()
-        # collectives of several queued programs can deadlock on virtual CPU devices
-        self._waits = self.on_cpu and (self.config.experts is not None or splits_model(self.mesh))
 
     def _initial_reference(self) -> Params:
         # fewer bits would lose the small steps by which sync_ref_model moves the reference
@@ -263,7 +261,8 @@ class Learner:
                     dropout_key,
                     settings=settings,
                 )
-                if self._waits or not isinstance(self.device_lock, nullcontext):
+                # on CPU each queued program would have temporaries of its own, and collectives of several can deadlock
+                if self.on_cpu or not isinstance(self.device_lock, nullcontext):
                     jax.block_until_ready(accumulator)
             scored.append(pair)
         return accumulator, scored

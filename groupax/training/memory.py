@@ -23,8 +23,8 @@ from groupax.training.packing import Packed
 
 # Kinds of checkpointing by how much they recompute.
 LEAST_FIRST: tuple[Checkpointing, ...] = ("none", "all_dots", "dots", "full")
-# Activations of more tokens do not fit into a CPU's caches.
-CPU_MICRO_BATCH_TOKENS = 4096
+# On a CPU more tokens, or more bytes of activations, only take more memory.
+CPU_MICRO_BATCH_TOKENS, CPU_ACTIVATION_BYTES = 4096, 1.5e9
 # Smaller micro-batches make an accelerator's matmuls slower than recomputing more in larger ones.
 EFFICIENT_MICRO_BATCH_TOKENS = 4096
 # Larger micro-batches do not make matmuls any faster.
@@ -56,9 +56,10 @@ class UpdateMemory:
         return activation_bytes_per_token(self.config, self.itemsize, checkpointing, columns)
 
     def fitting_tokens(self, checkpointing: Checkpointing) -> int:
-        """Returns how many tokens of a micro-batch fit, in steps of 1,024."""
+        """Returns how many tokens of a micro-batch fit, in steps of 1,024, or of 512 on CPU."""
         if math.isinf(self.free_bytes):
-            return CPU_MICRO_BATCH_TOKENS
+            fitting = int(CPU_ACTIVATION_BYTES / self.bytes_per_token(checkpointing))
+            return max(1024, min(CPU_MICRO_BATCH_TOKENS, fitting // 512 * 512))
         fitting = int(0.5 * self.free_bytes / self.bytes_per_token(checkpointing))
         return max(1024, min(MAX_MICRO_BATCH_TOKENS, fitting // 1024 * 1024))
 

@@ -233,6 +233,7 @@ def test_weights_of_a_compat_model_are_those_of_transformers(folder):
     assert all(isinstance(value, torch.nn.Parameter) and value.requires_grad for value in own.values())
     assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in own.items())
     assert torch.equal(model.get_parameter("model.norm.weight"), theirs.model.norm.weight)
+    assert torch.equal(model.lm_head.weight, theirs.lm_head.weight)
     with pytest.raises(AttributeError, match=r"no weight 'model.norm'; did you mean model.norm.weight"):
         model.get_parameter("model.norm")
     weight = own["model.norm.weight"]

@@ -81,5 +81,7 @@ def test_worked_examples_are_right_and_calculations_are_checked():
     assert shown["answer"] == "3"
     answers = [message["content"] for message in shown["prompt"] if message["role"] == "assistant"]
     assert gsm8k_accuracy(answers, ["9", "18"]) == [1, 1]
-    wrong = ["6 + 3 = 8.", "9", "6 / 0 = 0", "3 x 3 = 9 and 9 - 1 = 9"]
-    assert word_problems.sound_calculation([*answers, *wrong]) == [1, 1, 0, 0, 0, 0]
+    wrong = ["6 + 3 = 8.", "9", "6 / 0 = 0", "3 x 3 = 9 and 9 - 1 = 9", "4 * 5 = 20"]
+    questions = [message["content"] for message in shown["prompt"] if message["role"] == "user"][:2]
+    scores = word_problems.sound_calculation([*answers, *wrong], [*questions, *[questions[1]] * len(wrong)])
+    assert scores == pytest.approx([1, 1, 0, 0, 0, 0, 2 / 3])

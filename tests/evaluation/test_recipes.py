@@ -53,7 +53,7 @@ def write_jsonl(path, rows):
 def test_a_recipe_is_whole(name):
     recipe = load_recipe(name)
     config = GRPOConfig.from_mapping(recipe.config)
-    functions, columns = list(recipe.reward_funcs), ["answer", "kind", "argument", "topic"]
+    functions, columns = list(recipe.reward_funcs), ["answer", "question", "kind", "argument", "topic"]
     given = resolve_rewards(functions, columns) if functions else []
     rewards = [*given, *environment_rewards(load_environments(recipe.environments))]
     assert tools_from(load_tools(recipe.tools)).keys() == {name.partition(":")[2] for name in recipe.tools}

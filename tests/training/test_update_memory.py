@@ -114,7 +114,8 @@ def test_micro_batches_follow_the_memory():
     assert memory(2 * size * 5000).fitting_tokens("none") == 4096
     assert memory(1e15).fitting_tokens("none") == 65_536
     assert memory(1e3).fitting_tokens("full") == 1024
-    assert memory(float("inf")).fitting_tokens("none") == 4096
+    assert memory(float("inf")).fitting_tokens("none") == 1024, "of 1.5 GB, on CPU"
+    assert memory(float("inf"), num_hidden_layers=2).fitting_tokens("none") == 4096
 
 
 def test_rows_that_cannot_fit_are_refused():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from groupax.core.storage.hub import push_folder
 from groupax.core.storage.replacing import check_disjoint, is_replaceable, merge_into_folder
 from groupax.engine.engine import Engine
 from groupax.models.lora import PREFIX, adapter_specs, count_params, trainable_params_line
-from groupax.models.specs import CORRECTION_NAMES, model_specs
+from groupax.models.specs import CORRECTION_NAMES, HEAD, embedding_name, model_specs
 from groupax.models.weights.casts import dense, dense_params, is_quantized
 from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.saving import join_tensors, save_adapter, save_model, source_folders, specs_by_name
@@ -262,6 +263,13 @@ class CausalLM:
                 return as_parameter(value, is_trained)
             names.append(name)
         raise AttributeError(f"the model has no weight {target!r}{nearest(target, names)}")
+
+    @property
+    def lm_head(self) -> SimpleNamespace:
+        """The output layer, whose `weight` is a copy (see `named_parameters`)."""
+        config, prefix = self.model.config, PREFIX if self.model.adapter else ""
+        name = embedding_name(config) if config.tie_embeddings else HEAD
+        return SimpleNamespace(weight=self.get_parameter(prefix + name))
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Returns the number of parameters, or of those that are trained."""
