@@ -53,6 +53,7 @@ def test_those_that_are_not_far_make_room_and_begin_again():
 def test_the_first_shape_is_as_large_as_the_work_and_the_memory():
     plan = Plan(max_tokens=10**9, num_layers=4, max_slots=64)
     assert plan.first_shape(Demand((8,) * 4, 100, 100), 2) == CacheShape(16, 8, 128, 128)
+    assert plan.first_shape(Demand((8,) * 4, 100, 48), 2) == CacheShape(16, 8, 128, 64)
     assert plan.first_shape(Demand((8,) * 40, 100, 100), 2) == CacheShape(32, 2, 128, 128), "others wait for slots"
     assert plan.first_shape(Demand((8,) * 4, 100, 900), 2) == CacheShape(16, 8, 128, 1024), "all columns at once"
     assert replace(plan, adapts=True).first_shape(Demand((8,) * 4, 100, 900), 2) == CacheShape(16, 8, 128, 128)
