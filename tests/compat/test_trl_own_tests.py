@@ -119,20 +119,8 @@ def run_theirs(folder):
         "XLA_FLAGS": " ".join(f"--{name}={FLAGS[name]}" for name in FLAGS if name in known()),
         "RES": str(outcomes),
     }
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "of_trl",
-        "--tb=no",
-        "-n",
-        "2",
-        FILE,
-    ]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "of_trl", "--tb=no", "-n", "2"]
+    command = [sys.executable, "-m", "pytest", *options, FILE]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=7200)
     assert outcomes.exists(), done.stdout[-4000:] + done.stderr[-2000:]
     lines = map(json.loads, outcomes.read_text().splitlines())
