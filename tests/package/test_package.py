@@ -118,7 +118,7 @@ LINES = {
     "recipes": 1120,
     "rewards": 3530,
     "rollouts": 970,
-    "runs": 5490,
+    "runs": 5480,
     "satellites": 7010,
     "serve": 4230,
     "sft": 310,

@@ -131,3 +131,14 @@ def test_the_installed_jaxlib_knows_the_flags(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     set_gpu_flags()
     subprocess.run([sys.executable, "-c", "import jax; jax.numpy.ones(3)"], check=True, env=os.environ)
+
+
+def test_large_blocks_of_memory_are_used_again():
+    program = (
+        "import resource, numpy as np; from groupax.parallel import memory\n"
+        "memory.entry_points = lambda group: (); memory.find_spec = lambda _: None; memory.keep_freed_memory()\n"
+        "for _ in range(3): before = resource.getrusage(0).ru_minflt; x = np.ones(5 << 28, np.uint8); del x\n"
+        "print(resource.getrusage(0).ru_minflt - before)"
+    )
+    environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name and "GLIBC" not in name}
+    assert int(subprocess.check_output([sys.executable, "-c", program], env=environment)) < 100

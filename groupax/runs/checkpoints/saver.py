@@ -89,10 +89,9 @@ class RunSaver:
     def save_if_due(self) -> None:
         """Starts to write a checkpoint if one is due, or if the present policy was evaluated and may be the best."""
         self.writer.look()
-        step, is_saved = self.trainer.cursor.step, self.writer.last_step == self.trainer.cursor.step
-        is_evaluated = self.trainer.cursor.evaluated_step == step and not is_saved
-        may_be_best = is_evaluated and self.args.metric_for_best_model in self.log.evaluated
-        self.save_if(self.writer.due(step) or may_be_best)
+        step = self.trainer.cursor.step
+        is_new = self.trainer.cursor.evaluated_step == step != self.writer.last_step
+        self.save_if(self.writer.due(step) or (is_new and self.args.metric_for_best_model in self.log.evaluated))
 
     def save_if(self, due: bool) -> None:
         """Starts to write a checkpoint if the primary process says that one is due."""
