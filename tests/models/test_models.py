@@ -61,7 +61,7 @@ def test_a_tied_head_that_is_there_too_and_the_same_is_the_embedding(tmp_path, t
     loaded = load_model(folder)
     assert "head" not in loaded.params
     assert loaded.hf_config["tie_word_embeddings"]
-    assert not caplog.records
+    assert str(folder) not in caplog.text
 
 
 def test_a_tied_head_that_differs_is_refused(tmp_path, tiny_model):
