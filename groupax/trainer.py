@@ -62,6 +62,7 @@ from groupax.runs.diagnostics import (
 )
 from groupax.runs.header import data_name, prompt_warnings
 from groupax.runs.model_card import run_card
+from groupax.runs.outcome import evaluation_files, outcome
 from groupax.runs.progress.display import Progress
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.step_record import step_record
@@ -403,6 +404,7 @@ class GRPOTrainer(Trainer):
             rewards=[reward.name for reward in self.rewards],
             of_episodes=self.rules.names,
             held_out=self.estimates,
+            outcome=outcome({}, evaluation_files(self.run_folder.path), lambda _: ([], [])),
             recipe=(self.run_folder.command or {}).get("recipe"),
             prompt=self.public_prompt,
         )

@@ -65,6 +65,7 @@ COMMANDS = {
         "start one program as several processes: groupax launch local | slurm [options] -- train ...",
     ),
     "view": ("groupax.cli.view:view", "show runs on a live local web page: groupax view RUN_DIR [RUN_DIR ...]"),
+    "export": ("groupax.cli.view:export", "save a run as one HTML file to send: groupax export RUN_DIR -o run.html"),
     "plan": (
         "groupax.cli.plan:plan",
         "estimate memory and step time on other hardware: groupax plan --model MODEL --devices h100-8",

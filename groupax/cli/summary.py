@@ -14,16 +14,16 @@ from groupax.core.terminal.printable import one_line, printable
 from groupax.core.types import Metrics, Prompt
 from groupax.data.tokenizer import is_conversational, last_text
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
-from groupax.evaluation.items import Comparison, Item, compare, write_items
-from groupax.evaluation.paired import PairedDifference, p_text
+from groupax.evaluation.items import Comparison, Item, compare
+from groupax.evaluation.paired import p_text
 from groupax.rollouts.completions import first_and_last
 from groupax.rollouts.estimates import Estimate
+from groupax.runs.outcome import judged, outcome, verdict
 from groupax.runs.trainer import TrainResult
 from groupax.sft import SFTResult
 
 NUM_SAMPLES = 2
 
-CANNOT_BELOW = 0.05  # largest pass@1 of a model that cannot do the task
 MANY_WITHOUT_SIGNAL = 0.5  # share of groups from which on dynamic sampling is worth a try
 SOLVED_ABOVE = 0.95  # smallest pass@1 of a model that has little to learn
 
@@ -31,7 +31,7 @@ SOLVED_ABOVE = 0.95  # smallest pass@1 of a model that has little to learn
 def write_report(
     before: Evaluation, after: Evaluation, result: TrainResult, train_prompts: Mapping[str, int], folder: Path
 ) -> list[Any]:
-    """Writes `result.json` and `evaluations/` into the run folder, and returns what to `show` to the user.
+    """Writes `result.json` into the run folder, and returns what to `show` to the user.
 
     `train_prompts` has the numbers of prompts of the training that were `used`, `dropped` and `truncated`.
     """
@@ -43,7 +43,8 @@ def write_report(
     for name, each in after.sets.items():
         earlier = before.sets[name]
         comparison = compare(earlier.items, each.items)
-        verdicts[name] = verdict(earlier, each, comparison) + _pointer(comparison, rewards, earlier.params)
+        text = verdict(earlier.items, each.items, f"After {result.num_steps:,} steps")
+        verdicts[name] = text + _pointer(comparison, rewards, earlier.params)
         sets[name] = {
             "prompts": {kind: int(each.metrics[f"prompts{key}"]) for kind, key in _COUNTS.items()},
             "completions_truncated": {
@@ -56,8 +57,6 @@ def write_report(
         }
         title = f"{name}: before and after, {comparison.num_items} held-out prompts"
         shown += [difference_table(title, comparison, earlier.metrics, each.metrics), _samples(earlier, each)]
-        write_items(folder / "evaluations" / f"before.{name}.jsonl", earlier.items)
-        write_items(folder / "evaluations" / f"after.{name}.jsonl", each.items)
         if len(after.sets) == 1 and "pass@1" in each.estimates:
             solved = {f"pass_at_1_{when}": sets[name][when]["pass@1"]["value"] for when in ("before", "after")}
     summary = {
@@ -72,7 +71,7 @@ def write_report(
         "sets": sets,
     }
     (folder / "result.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    return [*shown, _omissions(summary), *(f"{name}: {verdict}" for name, verdict in verdicts.items())]
+    return [*shown, _omissions(summary), *outcome(summary, {}, lambda _: ([], []))]
 
 
 def next_commands(uri: str, prompt: Prompt, result: TrainResult | SFTResult, flags: str = "") -> list[str]:
@@ -99,27 +98,6 @@ def show(parts: Sequence[Any]) -> None:
             console.print(printable(part), markup=False, soft_wrap=True)
         else:
             console.print(part)
-
-
-def verdict(before: SetEvaluation, after: SetEvaluation, comparison: Comparison) -> str:
-    """Returns a sentence that claims only what two evaluations show."""
-    name = _judged(comparison)
-    if name not in comparison.differences:
-        return "no prompt has a reward of both models by the same functions, so they cannot be compared"
-    difference = comparison.differences[name]
-    solved = after.estimates.get("pass@1")
-    is_better = difference.is_clear and difference.difference.value > 0
-    if solved is not None and max(solved.high, before.estimates["pass@1"].high) < CANNOT_BELOW and not is_better:
-        numbers = [round(each.value * each.num_items) for each in (before.estimates["pass@1"], solved)]
-        return (
-            f"the model cannot do this task: of {comparison.num_items} prompts it solves {numbers[0]:,} before and "
-            f"{numbers[1]:,} after training (95 % interval of pass@1 after: {_percent(solved.low)} to "
-            f"{_percent(solved.high)}); start from a model that solves some of them"
-        )
-    change = f"{name} went from {difference.before:.3f} to {difference.after:.3f} ({_difference(difference)})"
-    if not difference.is_clear:
-        return f"no significant difference: {change}"
-    return f"{'better' if is_better else 'worse'}: {change}"
 
 
 def difference_table(title: str, comparison: Comparison, before: Metrics, after: Metrics) -> Any:
@@ -199,14 +177,9 @@ def plain_differences(comparison: Comparison) -> dict[str, Any]:
 _COUNTS = {"used": "", "dropped": "_dropped", "truncated": "_truncated", "unscorable": "_unscorable"}
 
 
-def _judged(comparison: Comparison) -> str:
-    """Returns the name of the metric that a verdict is about."""
-    return "pass@1" if "pass@1" in comparison.differences else "reward"
-
-
 def _pointer(comparison: Comparison, rewards: Sequence[float], params: SamplingParams) -> str:
     """Returns what to look at if held-out prompts are not answered better, given the reward in training."""
-    name = _judged(comparison)
+    name = judged(comparison)
     pair = comparison.differences.get(name)
     if pair is None or len(rewards) < 2 or (pair.is_clear and pair.difference.value > 0):
         return ""
@@ -251,12 +224,6 @@ def _omissions(summary: Mapping[str, Any]) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def _difference(pair: PairedDifference) -> str:
-    each, p = pair.difference, p_text(pair.p_value)
-    relation = "p" if p.startswith("<") else "p ="
-    return f"difference {each.value:+.3f}, 95 % interval {each.low:+.3f} to {each.high:+.3f}, {relation} {p}"
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:

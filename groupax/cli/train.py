@@ -127,6 +127,7 @@ def read_yaml(path: str) -> Mapping[str, Any]:
 
 
 if TYPE_CHECKING:
+    from groupax.evaluation.evaluate import Evaluation
     from groupax.trainer import GRPOTrainer
 
 
@@ -273,11 +274,13 @@ def _train_and_report(trainer: "GRPOTrainer", agents: Agents, is_evaluated: bool
             )
         for text in reward_diagnostics(before.errors).values():
             trainer.emit(Message(text, warning=True))
+        _write_items(trainer, "before", before)
     result = trainer.train()
     if before is not None:
         counts = {"used": len(prompts), "dropped": prompts.num_dropped, "truncated": prompts.num_truncated}
         with stoppable("in the evaluation after training; the model and the run's state are saved"):
             after = trainer.evaluate()
+        _write_items(trainer, "after", after)
         if processes.is_primary():
             trainer.emit(PhaseStarted("writing the report"))
             closing = write_report(before, after, result, counts, trainer.run_folder.path)
@@ -286,6 +289,12 @@ def _train_and_report(trainer: "GRPOTrainer", agents: Agents, is_evaluated: bool
         return []
     trainer.run_folder.sync()
     return [*closing, *next_commands(trainer.run_folder.uri, prompts.examples[0]["prompt"], result, agents.flags)]
+
+
+def _write_items(trainer: "GRPOTrainer", when: str, evaluation: "Evaluation") -> None:
+    if processes.is_primary():
+        for name, each in evaluation.sets.items():
+            trainer.run_folder.write_items(f"{when}.{name}", each.items)
 
 
 def train_defaults(arguments: Sequence[str]) -> Train:

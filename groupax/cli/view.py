@@ -1,10 +1,11 @@
-"""The command `groupax view`."""
+"""The commands `groupax view` and `groupax export`, which show runs."""
 
 import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from groupax.core.errors import require
 from groupax.core.settings.command_line import Positional, parsed
@@ -49,3 +50,23 @@ def _listen(host: str, port: int | None) -> socket.socket:
         return listen(host, PORT)
     except ValueError:  # in use
         return listen(host, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Save a run as one HTML file, which shows its page in any browser without a server."""
+
+    run_dir: Positional[Path]
+    """The run's folder."""
+    to: Annotated[Path | None, "-o"] = None
+    """The file; by default RUN_DIR.html next to the run's folder."""
+
+
+def export(arguments: Sequence[str]) -> None:
+    """Runs `groupax export`."""
+    command = parsed(Export, "export", arguments)
+    require("view", "the page")
+    from groupax.satellites.view.export import write_export
+
+    to = command.to or command.run_dir.absolute().with_name(f"{command.run_dir.absolute().name}.html")
+    print(f"{to}: {write_export(command.run_dir, to) / 1e6:.1f} MB")

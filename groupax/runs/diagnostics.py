@@ -164,6 +164,9 @@ def step_diagnostics(history: Sequence[Mapping[str, float]], logp_limit: float =
         found |= _entropy(start, late) | _trends(start, late)
     elif len(history) >= EARLY_STEPS + PATIENCE_STEPS:
         found |= _entropy(history[:EARLY_STEPS], recent)
+    differed = any(metrics["frac_reward_zero_std"] < 1.0 for metrics in history[:-PATIENCE_STEPS])
+    if differed and found.keys() & {"no_gradient", "entropy_collapse"}:  # which explain why rewards are equal now
+        found.pop("rewards_equal", None)
     return found
 
 

@@ -101,6 +101,7 @@ class Trained:
     of_episodes: Mapping[str, str] = field(default_factory=dict)  # names of tools and environments by label
     # estimates on held-out prompts, by the step after which they were measured, the set and the metric
     held_out: Mapping[int, Mapping[str, Mapping[str, Any]]] | None = None
+    outcome: Sequence[str] = ()  # sentences on the evaluations of held-out prompts
     recipe: str | None = None  # name of the recipe, if there is one
     prompt: Prompt | None = None  # one of the training that may be published, since prompts may be private
 
@@ -119,6 +120,7 @@ def run_card(model: Trained, method: Method = GRPO) -> str:
     rows += [(f"version of {name}", number) for name, number in _versions().items()]
     parts = [
         f"{kind} {code(shown_name(base))}, trained with {method.name} by [groupax](https://pypi.org/project/groupax).",
+        *model.outcome,
         f"## Use\n\n{_usage(adapter is not None, model.is_chat, model.prompt)}",
         f"## Training\n\n{_table(('', ''), rows)}",
         _held_out(model.held_out) if model.held_out else "",

@@ -23,6 +23,7 @@ from groupax.evaluation.paired import p_text
 from groupax.rollouts.completions import first_and_last
 from groupax.runs.diagnostics import Severity, severity_of
 from groupax.runs.model_card import shown_name, weighted
+from groupax.runs.outcome import evaluation_files, evaluations_by_set, outcome
 from groupax.runs.progress.display import clock, headline, short_number, sparkline
 from groupax.runs.rollout_log import beginning, prompt_text
 
@@ -67,6 +68,7 @@ class RunRecord:
         name: Name of its folder.
         metrics: Lines of training, by step.
         evaluations: Lines of evaluations during training, with `eval_...`.
+        outcome: What came of it, in sentences.
         settings: Value and default of each setting that differs from its default.
         processes: Records of the processes that worked on it (see `runs.header`).
         diagnostics: Records with `step`, `name`, `text`.
@@ -78,6 +80,7 @@ class RunRecord:
     name: str
     metrics: Sequence[Metrics]
     evaluations: Sequence[Metrics]
+    outcome: Sequence[str]
     settings: Mapping[str, tuple[Any, Any]]
     processes: Sequence[Mapping[str, Any]]
     diagnostics: Sequence[Mapping[str, Any]]
@@ -123,15 +126,17 @@ def read_run(folder: Path) -> RunRecord:
     metrics = [line for line in lines if "loss" in line and "step" in line]
     if not metrics:
         raise ValueError(f"the run in {folder} has not come to a logged step yet; its metrics.jsonl has no line")
+    result = _json(folder / "result.json")
     return RunRecord(
         name=folder.resolve().name,
         metrics=metrics,
         evaluations=[line for line in lines if any(name.startswith("eval_") for name in line)],
+        outcome=outcome(result, evaluation_files(folder), lambda name: _series(metrics, name)),
         settings=changed_settings(_json(folder / "config.json")),
         processes=_json(folder / "run.json").get("processes", []),
         diagnostics=[line for line in _json_lines(folder / "diagnostics.jsonl") if "text" in line],
-        result=_json(folder / "result.json"),
-        samples=_samples_of(folder / "evaluations"),
+        result=result,
+        samples=_samples_of(folder),
         command=_json(folder / "command.json"),
     )
 
@@ -142,17 +147,14 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     return {name: (value, defaults.get(name)) for name, value in config.items() if value != defaults.get(name)}
 
 
+def _series(metrics: Sequence[Metrics], name: str) -> tuple[Sequence[float], Sequence[float]]:
+    return [line["step"] for line in metrics], [line.get(name, math.nan) for line in metrics]
+
+
 def _samples_of(folder: Path) -> list[Sample]:
     """Returns the items that gained most and the one that gained least, of the first set that was evaluated twice."""
-    order = {"before": -1, "after": 1 << 62}  # before.SET, step_N.SET by N, after.SET
-    by_set: dict[str, list[tuple[int, Path]]] = {}
-    for path in folder.glob("*.jsonl"):
-        start, _, name = path.stem.partition(".")
-        number = start.removeprefix("step_")
-        if name and (start in order or number.isdigit()):
-            by_set.setdefault(name, []).append((order[start] if start in order else int(number), path))
-    for _, files in sorted(by_set.items()):
-        first, last = min(files)[1], max(files)[1]
+    for files in evaluations_by_set(evaluation_files(folder)).values():
+        first, last = files[0][1], files[-1][1]
         try:
             early, late = ({item.key: item for item in read_items(path)} for path in (first, last))
         except ValueError:  # damaged, or of another version
@@ -214,15 +216,14 @@ def markdown(run: RunRecord) -> str:
         f"{_inline(str(each['text']))}"
         for severity, each in found
     ]
-    verdicts = (run.result.get("verdicts") or {}).items()
     settings = [(name, *map(_plain, values)) for name, values in run.settings.items()]
     curves = [(name, short_number(low), sparks, short_number(high)) for name, low, sparks, high in _curves(run)]
     parts = [
         f"# groupax run {_inline(run.name)}",
+        *(f"**{_inline(text)}**" for text in run.outcome),
         _table([("", ""), *_subject(run)]),
         _code(repeating_command(run.command, run.settings)) if run.command else "",
         _table([("", ""), *_summary(run)]),
-        *(f"**{_inline(f'{name}: {text}')}**" for name, text in verdicts),
         *(["## Evaluation", _table(rows)] if (rows := _evaluations(run)) else []),
         "## Diagnostics",
         "\n".join(diagnostics) or "None.",

@@ -286,14 +286,29 @@ def test_sets_have_names():
 @pytest.mark.parametrize(
     ("solved", "rewards", "start", "end"),
     [
-        ((40, 0), (0.2, 0.8), "worse: pass@1 went from 1.000 to 0.000", "compare the training prompts with these, and"),
-        ((40, 0), (0.8, 0.2), "worse: ", "; the reward in training did not rise (from 0.800 to 0.200): see docs/trou"),
-        ((20, 21), (0.2, 0.8), "no significant difference: ", "sampled ones may improve first (eval_temperature)"),
-        ((0, 40), (0.2, 0.8), "better: ", "p = 1.8e-12)"),
+        (
+            (40, 0),
+            (0.2, 0.8),
+            "After 2 steps none of 40 held-out prompts became right and 40 wrong: pass@1 1.000 → 0.000",
+            "compare the training prompts with these, and",
+        ),
+        (
+            (40, 0),
+            (0.8, 0.2),
+            "After 2 steps none of 40",
+            "; the reward in training did not rise (from 0.800 to 0.200): see docs/trou",
+        ),
+        (
+            (20, 21),
+            (0.2, 0.8),
+            "After 2 steps 1 of 40 held-out prompts became right and none wrong, no sig",
+            "sampled ones may improve first (eval_temperature)",
+        ),
+        ((0, 40), (0.2, 0.8), "After 2 steps 40 of 40 held-out prompts became right and none", "p = 1.8e-12)"),
         (
             (0, 0),
             (0.2, 0.8),
-            "the model cannot do this task: of 80 prompts it solves 0 before and 0 after training",
+            "After 2 steps the model cannot do this task: pass@1 0.000 → 0.000 on 80 held-out prompts, at most 4.6 %",
             "",
         ),
     ],

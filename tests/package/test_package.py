@@ -118,16 +118,16 @@ LINES = {
     "recipes": 1120,
     "rewards": 3530,
     "rollouts": 970,
-    "runs": 5480,
-    "satellites": 7010,
+    "runs": 5650,
+    "satellites": 7210,
     "serve": 4230,
     "sft": 310,
     "tools": 1240,
-    "trainer": 410,
+    "trainer": 411,
     "training": 2050,
 }
-TEST_LINES = 30950
-FILES = 318
+TEST_LINES = 31079
+FILES = 320
 MODULES = 190  # that groupax.trainer imports, also inside of functions
 
 
@@ -465,7 +465,7 @@ def test_the_arithmetic_recipe_runs_and_reports(tmp_path, capsys):
     assert found["comparison"]["differences"]["pass@1"]["test"] == "mcnemar, exact"
     assert found["prompts"] == {"used": 500, "dropped": 0, "truncated": 0, "unscorable": 0}
     assert result["steps"] == 2
-    assert "pass@1 went from" in result["verdicts"]["eval"]
+    assert "held-out prompts became right" in result["verdicts"]["eval"]
     out = capsys.readouterr().out
     assert "before and after, 500 held-out prompts" in out
     assert "training: 4,096 prompts; too long: 0 dropped, 0 cut" in out

@@ -85,7 +85,9 @@ def write_run(folder, config, num_steps=NUM_STEPS):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("view") / "runs"
-    run = write_run(folder / "alpha", {"beta": 0.0, "seed": 1, "reward_weights": [1.0, 2.0]})
+    run = write_run(
+        folder / "alpha", {"beta": 0.0, "seed": 1, "reward_weights": [1.0, 2.0], "correctness_reward": "right"}
+    )
     done = Completion(HOSTILE, 5, "stop", {"right": 1.0}, 1.0, True)
     cut = Completion("wrong", 9, "length", {"right": 0.0}, 0.0, False)
     items = [Item(f"k{n}", n, f"question {n}", {"answer": n}, [done, done if n % 3 else cut]) for n in range(60)]
@@ -387,6 +389,18 @@ def test_damaged_files_are_no_failures_of_the_page(folder, tmp_path):
             until_s = time.monotonic() + 20.0
             while (progress := ask(port, "prompts", run=name)["progress"])["num_done"] < progress["num_steps"]:
                 assert time.monotonic() < until_s, (name, progress)
+
+
+def test_prompts_that_were_never_solved_are_counted(tmp_path):
+    for name, config in (("judged", {"correctness_reward": "right"}), ("unjudged", {})):
+        solved = replace(a_rollout(1, 0, 0), rewards={"right": 1.0})
+        write_run(tmp_path / name, config, num_steps=1).write_rollouts(2, [solved])
+    with serving(tmp_path) as port:
+        ask(port, "runs")
+        found = ask(port, "prompts", run="judged")
+        assert (found["num_prompts"], found["num_unsolved"], len(found["prompts"])) == (3, 2, 3)
+        assert [each["count"] for each in ask(port, "prompts", run="judged", show="unsolved")["prompts"]] == [1, 1]
+        assert ask(port, "prompts", run="unjudged")["num_unsolved"] is None
 
 
 def test_endless_lines_are_left_out(tmp_path, monkeypatch):

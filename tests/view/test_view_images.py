@@ -12,7 +12,7 @@ from groupax.core.types import PromptImages
 from groupax.data.images import image_name
 from groupax.models.vision.placement import make_image
 from groupax.runs.folder import RunFolder
-from groupax.satellites.view.app import make_app
+from groupax.satellites.view.export import make_app
 from groupax.satellites.view.runs import Runs
 
 from .test_view import a_rollout

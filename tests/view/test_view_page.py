@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 import pytest
 
 from groupax import init_model, save_model
+from groupax.cli.main import main
 from groupax.evaluation.items import Completion, Item
 from groupax.runs.folder import RunFolder
 from tests.conftest import TINY
@@ -420,6 +421,25 @@ def test_axe_core_finds_no_violation(page, theme, width):
             assert page.run("return document.documentElement.scrollWidth <= innerWidth"), place
     finally:
         page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_an_exported_run_needs_no_server(browser, runs, tmp_path):
+    file = tmp_path / "a run.html"
+    assert main(["export", str(runs / HOSTILE_NAME), "-o", str(file)]) == 0
+    page = a_reader(browser, f"{file.as_uri()}?")
+    for place, ready in READY.items():
+        if place in ("runs", "prompts"):  # which an exported page does not have
+            continue
+        page.open(place)
+        until(lambda ready=ready: page.all(f"main {ready}"))
+        assert not page.all("main script, main img, aside img, aside script, .failed"), place
+        if "AXE_CORE" in os.environ:
+            page.run(Path(os.environ["AXE_CORE"]).read_text())
+            assert page.browser.execute_async_script(AXE) == [], place
+    page.open("rollouts?step=3&prompt=2")
+    until(lambda: SHOWN_HOSTILE in page.text("main .prompt-text, .prompt .text") and page.all(".tok"))
+    assert page.errors() == []
+    assert file.stat().st_size < 3e6
 
 
 def test_hostile_content_is_shown_as_text(page):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from starlette.applications import Starlette
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -32,8 +32,8 @@ NOT_STORED = {"cache-control": "no-store"}
 class Asked:
     """The parameters of a request, checked where they are read."""
 
-    def __init__(self, request: Request, runs: Runs) -> None:
-        self.given, self.runs = request.query_params, runs
+    def __init__(self, given: QueryParams, runs: Runs) -> None:
+        self.given, self.runs = given, runs
 
     @property
     def run(self) -> Run:
@@ -126,8 +126,8 @@ class Page:
         files = {f"/static/{file.relative_to(STATIC)}": file for file in STATIC.rglob("*") if file.suffix in TYPES}
         files["/"] = STATIC / "index.html"
         return [
-            Route("/api/runs", self._answering(self.states)),
-            *(Route(f"/api/{answer.__name__}", self._answering(answer)) for answer in answers),
+            Route("/api/runs", self.answering(self.states)),
+            *(Route(f"/api/{answer.__name__}", self.answering(answer)) for answer in answers),
             *(Route(path, _file_answer(file)) for path, file in files.items()),
         ]
 
@@ -250,11 +250,11 @@ class Page:
         return search_steps(asked.run, asked.query, before, first, cached_step)
 
     def prompts(self, asked: Asked) -> Any:
-        """Returns the prompts of all steps that contain the text `q`."""
+        """Returns the prompts of all steps that contain the text `q`, with `show` unsolved those never solved."""
         index = self._index(asked.run)
         progress = index.update()
-        prompts = index.prompts(asked.text("q"), MAX_PROMPTS, asked.text("order", "frequent"))
-        return {"progress": progress, "prompts": prompts}
+        order, only_unsolved = asked.text("order", "frequent"), asked.text("show") == "unsolved"
+        return {"progress": progress, **index.prompts(asked.text("q"), MAX_PROMPTS, order, only_unsolved)}
 
     def prompt(self, asked: Asked) -> Any:
         """Returns the history of a prompt over all steps."""
@@ -296,7 +296,7 @@ class Page:
     def _index(self, run: Run) -> PromptIndex:
         return self._indexes.setdefault(run, PromptIndex(run))
 
-    def _answering(self, answer: Callable[[Asked], Any]) -> Callable[[Request], Response]:
+    def answering(self, answer: Callable[[Asked], Any]) -> Callable[[Request], Response]:
         """Returns a handler that responds with what is answered, as JSON unless it is a response.
 
         If `answer` raises, the response is `{"error": text}`.
@@ -305,7 +305,7 @@ class Page:
         def answered(request: Request) -> Response:
             try:
                 with np.errstate(all="ignore"):  # of numbers that no run of ours has
-                    content = answer(Asked(request, self.runs))
+                    content = answer(Asked(request.query_params, self.runs))
                 if isinstance(content, Response):
                     return content
                 status, body = 200, json.dumps(plain(content), allow_nan=False, default=str)
@@ -323,11 +323,6 @@ class Page:
             return Response(body, status, NOT_STORED, "application/json")
 
         return answered
-
-
-def make_app(runs: Runs) -> Starlette:
-    """Returns the application without its guard."""
-    return Starlette(routes=Page(runs).routes())
 
 
 def _file_answer(file: Path) -> Callable[[Request], Response]:

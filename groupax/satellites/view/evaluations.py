@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from groupax.evaluation.items import Item, compare, estimates, read_items
+from groupax.runs.outcome import evaluations_by_set
 from groupax.satellites.view.groups import parts_of
 from groupax.satellites.view.rollouts import SHOWN_CHARACTERS, shown_prompt
 
 PAGE_ITEMS = 25
-FIRST_AND_LAST = {"before": -1, "after": 1 << 62}  # in the order of evaluations
 KINDS = ("lost", "gained", "same")
 SHOWN: Mapping[str, Callable[[Item], bool]] = {
     "all": lambda _: True,
@@ -35,7 +35,7 @@ def item_page(path: Path, first: int, show: str, query: str) -> dict[str, Any]:
     """
     if show not in SHOWN:
         raise ValueError(f"show={show!r} is none of {', '.join(SHOWN)}")
-    items = _items(path)
+    items = stored_items(path)
     matching = [item for item in items if SHOWN[show](item) and query.casefold() in _searched(item)]
     shown = [shown_item(item) for item in matching[first : first + PAGE_ITEMS]]
     return {"items": shown, "num_items": len(items), "num_shown": len(matching), "page": PAGE_ITEMS}
@@ -47,7 +47,7 @@ def shown_item(item: Item) -> dict[str, Any]:
     completions = [
         {
             "text": each.text[:SHOWN_CHARACTERS],
-            **{name: getattr(each, name) for name in ("num_tokens", "finish_reason", "solved", "rewards")},
+            **{name: getattr(each, name) for name in ("num_tokens", "finish_reason", "solved", "reward", "rewards")},
             "episode": parts_of(each.turns, each.messages),
         }
         for each in item.completions
@@ -65,13 +65,11 @@ def estimate_rows(files: Mapping[str, Path]) -> list[dict[str, Any]]:
         estimates: Mean and 95 % interval by name of the estimate.
         fault: Reason why there are no estimates; empty if there are.
     """
-    found = []
-    for name, path in files.items():
-        when, _, of = name.partition(".")
-        found.append({"name": name, "set": of, "when": when, **_row(path, path.stat().st_mtime_ns)})
-    digits = {row["when"]: row["when"].removeprefix("step_") for row in found}
-    order = {when: int(text) for when, text in digits.items() if text.isdecimal()} | FIRST_AND_LAST
-    return sorted(found, key=lambda row: (row["set"], order.get(row["when"], 0), row["name"]))
+    return [
+        {"name": path.stem, "set": of, "when": when, **_row(path, path.stat().st_mtime_ns)}
+        for of, order in evaluations_by_set(files).items()
+        for when, path in order
+    ]
 
 
 @lru_cache(maxsize=1000)
@@ -85,7 +83,7 @@ def _row(path: Path, version: int) -> dict[str, Any]:
     return {"num_items": len(items), "estimates": means, "fault": ""}
 
 
-def _items(path: Path) -> list[Item]:
+def stored_items(path: Path) -> list[Item]:
     """Returns the items of a file, which are kept until it changes.
 
     Raises:
@@ -124,7 +122,7 @@ def differences(before: Path, after: Path, show: str, first: int, query: str) ->
     """
     if show not in (*KINDS, "all"):
         raise ValueError(f"show={show!r} is none of {', '.join(KINDS)}, all")
-    earlier, later = ({item.key: item for item in _items(path)} for path in (before, after))
+    earlier, later = ({item.key: item for item in stored_items(path)} for path in (before, after))
     found = compare(earlier.values(), later.values())
     pairs = [(kind_of(item, later[key]), item, later[key]) for key, item in earlier.items() if key in later]
     pairs.sort(key=lambda pair: KINDS.index(pair[0]))

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from groupax.core.settings.run import UNSEEN
+from groupax.runs.outcome import outcome
 from groupax.runs.report import changed_settings, repeating_command
+from groupax.satellites.view.evaluations import stored_items
 from groupax.satellites.view.rollouts import PREVIEW_CHARACTERS, Step, shown_prompt
 from groupax.satellites.view.runs import Run
 
@@ -29,12 +31,15 @@ def overview(run: Run) -> dict[str, Any]:
     Returns:
         facts: Texts by label: model, data, rewards, command, hardware, versions, commit.
         progress: `step`, `num_steps`, `elapsed_s`, `remaining_s`, `tokens`, `started_at`; None where unknown.
+        outcome: What came of it so far, in sentences.
         changes: Estimates before and after training, with their intervals (see `_changes`).
     """
     config, command = _or_empty(run.config), _or_empty(run.command)
     processes = _processes(run)
     progress, changes = _progress(run, config, processes), list(_changes(run))
-    return {"facts": _facts(run, config, command, processes), "progress": progress, "changes": changes}
+    said = outcome(run.record("result.json"), run.evaluation_files(), run.series, stored_items)
+    facts = _facts(run, config, command, processes)
+    return {"facts": facts, "progress": progress, "outcome": said, "changes": changes}
 
 
 def best_and_worst(step: Step, number: int) -> dict[str, dict[str, Any]]:
@@ -214,7 +219,8 @@ def _logged_changes(run: Run) -> Iterator[dict[str, Any]]:
     names = run.metric_names()
     evaluated = [name for name in names if name.startswith("eval_") and f"{name}_low" in names]
     evaluated += [name for name in names if re.fullmatch(r"eval_(.*_)?loss", name)]
-    for name in (evaluated or [each for each in ("reward", "pass@1", "loss") if each in names][:2])[:MAX_CHANGES]:
+    rewards = [each for each in ("reward", "pass@1") if each in names]
+    for name in (evaluated or rewards or [each for each in ("loss",) if each in names])[:MAX_CHANGES]:
         steps, values = run.series(name)
         bounds = [run.series(f"{name}_{end}")[1] for end in ("low", "high")]
         # A single step of training has few prompts, so that it says little.

@@ -21,6 +21,7 @@ import numpy as np
 from groupax.core.storage.folders import RECORDS, open_file, read_file, run_folder_in
 from groupax.runs.diagnostics import severity_of
 from groupax.runs.files import LOCK
+from groupax.runs.outcome import evaluation_files
 
 MAX_LINE_BYTES = 16 * 2**20
 
@@ -248,7 +249,7 @@ class Run:
 
     def evaluation_files(self) -> dict[str, Path]:
         """Returns the files with the items of evaluations, by the evaluation's name."""
-        return {file.stem: file for file in sorted((self.path / "evaluations").glob("*.jsonl")) if file.is_file()}
+        return evaluation_files(self.path)
 
     def _read_metrics(self, until_s: float) -> bool:
         while self._read_lines():

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow
 import pyarrow.compute
 
+from groupax.evaluation.items import ACCURACY_REWARDS
 from groupax.satellites.view.rollouts import (
     PREVIEW_CHARACTERS,
     Step,
@@ -30,7 +31,7 @@ MAX_CHARACTERS = 1000  # of the text to search for
 ENDS = ("", "truncated", "complete")
 Read = Callable[[Path, Sequence[float] | None], Step]
 ANYTHING = (-math.inf, math.inf)
-MAX_ENTRIES = 2_000_000  # groups in an index; 44 bytes each
+MAX_ENTRIES = 2_000_000  # groups in an index; 48 bytes each
 MAX_TEXTS = 50_000
 TEXT_CHARACTERS = 160
 ORDERS = ("frequent", "unsolved", "gained", "lost")
@@ -38,6 +39,7 @@ GROUP = np.dtype(
     [
         *(("key", "u8"), ("step", "i8"), ("prompt_index", "i4"), ("size", "i4"), ("truncated", "i4")),
         *(("mean", "f4"), ("low", "f4"), ("high", "f4")),
+        ("solved", "i4"),  # number of completions that are right; -1 if nothing says so
     ]
 )
 
@@ -201,6 +203,16 @@ def _place(step: Step, number: int, row: int) -> dict[str, Any]:
     }
 
 
+def _right(run: Run, step: Step) -> np.ndarray | None:
+    """Returns which completions [B] are right by the reward that says so, None if none does."""
+    try:
+        named = run.config().get("correctness_reward")
+    except ValueError:
+        named = None
+    name = next((each for each in (named, *ACCURACY_REWARDS) if each in step.rewards), None)
+    return None if name is None else step.rewards[name] == 1.0
+
+
 class PromptIndex:
     """The groups of all steps of a run by prompt, read as they are asked for.
 
@@ -242,13 +254,19 @@ class PromptIndex:
         found = {name: groups[name].tolist() for name in GROUP.names or () if name != "key"}
         return {"text": self._texts.get(number, ""), **found}
 
-    def prompts(self, query: str, limit: int, order: str = "frequent") -> list[dict[str, Any]]:
+    def prompts(self, query: str, limit: int, order: str = "frequent", only_unsolved: bool = False) -> dict[str, Any]:
         """Returns prompts that contain a text, with their mean reward the first and the last time, and their best one.
 
         Args:
             query: Text that a prompt must contain.
             limit: Maximum number of prompts.
             order: `frequent`, `unsolved` (lowest best reward first), `gained` or `lost` (largest change first).
+            only_unsolved: Whether to leave out prompts with a completion that is right.
+
+        Returns:
+            prompts: The prompts.
+            num_prompts: Number of prompts with or without the text.
+            num_unsolved: Number of them of which no completion was right; None if nothing says what is right.
 
         Raises:
             ValueError: The order is unknown.
@@ -265,18 +283,21 @@ class PromptIndex:
         best = np.full(len(keys), np.nan)
         np.fmax.at(best, group_of, groups["high"])
         found = {"first": means[first], "last": means[last], "best": best}
+        solved = np.full(len(keys), -1)
+        np.maximum.at(solved, group_of, groups["solved"])
         gains = found["last"] - found["first"]
         wanted = {"frequent": np.zeros(len(keys)), "unsolved": best, "gained": -gains, "lost": gains}[order]
         query = query.casefold()
         rows: list[dict[str, Any]] = []
         for index in np.lexsort((-counts, np.nan_to_num(wanted, nan=np.inf))).tolist():
             text = self._texts.get(int(keys[index]), "")
-            if query in text.casefold():
+            if query in text.casefold() and not (only_unsolved and solved[index] > 0):
                 values = {name: float(column[index]) for name, column in found.items()}
                 rows.append({"key": f"{int(keys[index]):016x}", "text": text, "count": int(counts[index]), **values})
             if len(rows) == limit:
                 break
-        return rows
+        num_unsolved = int((solved == 0).sum()) if (solved >= 0).any() else None
+        return {"prompts": rows, "num_prompts": len(keys), "num_unsolved": num_unsolved}
 
     def _forget(self) -> None:
         self._generation = self._run.generation
@@ -300,14 +321,15 @@ class PromptIndex:
             self._num_unreadable += 1
 
     def _groups_of(self, number: int, step: Step) -> np.ndarray:
-        groups = []
+        groups, right = [], _right(self._run, step)
         for prompt_index in dict.fromkeys(step.prompt_index.tolist()):
             rows = step.rows_of(prompt_index)
             key = int(prompt_key(step.table.column("prompt")[int(rows[0])]), 16)
             totals = step.total[rows]
             totals = totals[~np.isnan(totals)]
             mean, low, high = (totals.mean(), totals.min(), totals.max()) if totals.size else (np.nan,) * 3
-            groups.append((key, number, prompt_index, len(rows), step.truncated[rows].sum(), mean, low, high))
+            solved = -1 if right is None else right[rows].sum()
+            groups.append((key, number, prompt_index, len(rows), step.truncated[rows].sum(), mean, low, high, solved))
             if key not in self._texts and len(self._texts) < MAX_TEXTS:
                 self._texts[key] = shown_prompt(step.text("prompt", int(rows[0]))[0])[:TEXT_CHARACTERS]
         return np.array(groups, GROUP)

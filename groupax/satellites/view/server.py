@@ -12,7 +12,7 @@ import uvicorn
 from starlette.responses import PlainTextResponse, Response
 
 from groupax.parallel.processes import is_loopback
-from groupax.satellites.view.app import make_app
+from groupax.satellites.view.export import make_app
 from groupax.satellites.view.runs import Runs
 from groupax.serve.web import foreign_page, hostname, several_hosts
 

@@ -2,8 +2,11 @@
 
 const LONGEST_MS = 60_000; // a response that never arrives would block the page's own requests too
 
+const NOT_ASKED = ["points", "from", "to", "by", "smooth", "q"]; // of an exported page, which has whole curves over steps
+
 /** Returns the response to a request; lists become repeated parameters. */
 export async function ask(path, parameters = {}, signal = undefined) {
+  if (globalThis.groupaxExport) return exported(path, parameters);
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) {
     if (value === null || value === undefined || value === "") continue;
@@ -23,4 +26,20 @@ export async function ask(path, parameters = {}, signal = undefined) {
     : { error: (await answer.text()).slice(0, 500) };
   if (!answer.ok) throw Object.assign(new Error(content.error ?? `status ${answer.status}`), { status: answer.status });
   return content;
+}
+
+/** Returns the answer that an exported page has to a request. */
+function exported(path, parameters) {
+  const { answers } = globalThis.groupaxExport;
+  const answerTo = (asked) => {
+    const known = Object.entries(asked).filter(([name, value]) => !NOT_ASKED.includes(name) && value !== null && value !== undefined && value !== "");
+    return answers[JSON.stringify([path, known.map(([name, value]) => [name, String(value)]).sort()])];
+  };
+  if (path === "series") {
+    const curves = (run) => parameters.name.map((name) => [name, answerTo({ run, name })]).filter(([, curve]) => curve);
+    return Object.fromEntries([parameters.run].flat().map((run) => [run, Object.fromEntries(curves(run))]));
+  }
+  const answer = answerTo(parameters);
+  if (answer === undefined) throw new Error("This file does not have it; groupax view shows all of the run.");
+  return answer;
 }

@@ -60,7 +60,7 @@ export class Curves {
     this.busy = false;
     this.again = false;
     this.seen = new IntersectionObserver((entries) => this.scrolled(entries), { rootMargin: "200px" });
-    this.tools = el("div", { class: "toolbar" }, this.searchField(), this.smoothingField(), this.axisFields(), this.rangeFields());
+    this.tools = el("div", { class: "toolbar" }, this.searchField(), el("span", { class: "fields needs-server" }, this.smoothingField(), this.axisFields(), this.rangeFields()));
     this.sections = el("div", { class: "sections" });
     this.problem = el("div");
     fill(root, el("h1", { class: "sr" }, "Curves"), this.tools, this.problem, this.sections);

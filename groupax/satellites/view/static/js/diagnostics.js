@@ -16,6 +16,8 @@ const FRAME = /^\s*File "(.*)", line \d+/;
 // Frames of Python, of installed packages and of groupax, none of which the user has written.
 const OF_OTHERS = /^<frozen|[\\/](?:site-packages|dist-packages|lib[\\/]python3[^\\/]*)[\\/]|[\\/]groupax[\\/](?:data|environments|episodes|evaluation|rewards|rollouts|tools)[\\/]/i;
 
+export const NONE_FOUND = "No problems found in the steps so far: rewards vary, completions end, log-probs agree.";
+
 /** Sorts diagnostics by severity, then by step. */
 function bySeverity(diagnostics) {
   return [...diagnostics].sort((a, b) => ORDER.indexOf(a.severity) - ORDER.indexOf(b.severity) || (a.step ?? 0) - (b.step ?? 0));
@@ -36,7 +38,7 @@ export class Diagnostics {
       if (signature === this.drawn) return;
       this.drawn = signature;
       const parts = runs.filter((run) => found[run]?.length).map((run) => this.section(run, found[run], runs.length > 1));
-      fill(this.body, parts.length ? parts : empty("No problems found", "The selected runs have no diagnostics: rewards vary, completions end, log-probs agree."));
+      fill(this.body, parts.length ? parts : empty("No diagnostics", "The selected runs have none so far."));
       drawn();
     } catch (error) {
       fill(this.body, failure(error, () => this.start()));

@@ -26,7 +26,7 @@ export class Evaluations {
     this.fields = el("span", { class: "fields" });
     this.table = el("div");
     this.body = el("div");
-    fill(root, el("h1", { class: "sr" }, "Evaluations"), el("div", { class: "toolbar" }, this.runChoice.element), this.table, el("div", { class: "toolbar" }, this.fields, this.search), this.body);
+    fill(root, el("h1", { class: "sr" }, "Evaluations"), el("div", { class: "toolbar" }, this.runChoice.element), this.table, el("div", { class: "toolbar" }, this.fields, el("span", { class: "fields needs-server" }, this.search)), this.body);
   }
 
   async moved(parameters) {
@@ -161,7 +161,7 @@ export class Evaluations {
   item(item) {
     const judged = item.completions.filter((each) => each.solved !== null).length;
     const right = item.completions.filter((each) => each.solved).length;
-    const verdict = judged ? `${right} of ${judged} right` : "not judged";
+    const verdict = judged ? `${right} of ${judged} right` : solvedOf(item);
     return el("details", { class: "item" },
       el("summary", {}, el("span", { class: `badge ${!judged ? "" : right === judged ? "good" : right ? "note" : "warn"}` }, verdict), el("span", { class: "preview" }, visible(item.prompt.slice(0, 300)))),
       el("pre", { class: "text" }, visible(item.prompt)),
@@ -236,9 +236,12 @@ function completion(each, earlier = null) {
     text);
 }
 
+/** Returns how many of the completions are right, or their mean reward if nothing says what is right. */
 function solvedOf({ completions }) {
   const judged = completions.filter((each) => each.solved !== null);
-  return judged.length ? `${judged.filter((each) => each.solved).length}/${judged.length}` : "not judged";
+  if (judged.length) return `${judged.filter((each) => each.solved).length}/${judged.length}`;
+  const rewards = completions.map((each) => each.reward).filter((reward) => reward !== null);
+  return rewards.length ? `reward ${shown(rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length, 3)}` : "no reward";
 }
 
 function when(name) {

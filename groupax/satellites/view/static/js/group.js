@@ -72,7 +72,7 @@ export class Group {
     this.cards = new Map(rows.map((row, rank) => [row.sample_index, this.card(row, rank, bounds)]));
     this.mark(this.at);
     this.told = el("span", { class: "told hint", role: "status" });
-    const follow = el("a", { class: "button", href: address("prompts", { run: this.where.run, key: group.key }) }, "Follow this prompt over steps");
+    const follow = el("a", { class: "button needs-server", href: address("prompts", { run: this.where.run, key: group.key }) }, "Follow this prompt over steps");
     fill(
       this.root,
       el("section", { class: "prompt", "aria-label": "Prompt" },

@@ -25,6 +25,8 @@ const VIEWS = {
   settings: ["Settings", Settings],
   diagnostics: ["Diagnostics", Diagnostics],
 };
+const saved = globalThis.groupaxExport;
+if (saved) for (const name of ["runs", "prompts"]) delete VIEWS[name]; // which compare runs and search steps
 const KEYS = [
   ["1 – 9", "the views"], ["/", "search"], ["← →", "previous step, next step"], ["↑ ↓", "previous group, next group"], ["Home End", "first, newest step"],
   ["j k", "next, previous completion"], ["c", "copy the completion"], ["p", "copy a link to the completion"],
@@ -117,14 +119,14 @@ async function poll() {
       else if (changed.length) await update(changed);
     }
     const isLive = Object.values(app.runs).some((run) => run.status === "live");
-    connection.className = `connection ${isLive ? "live" : ""}`;
-    connection.textContent = isLive ? "live" : "";
+    connection.className = `connection ${isLive && !saved ? "live" : ""}`;
+    connection.textContent = saved ? `saved ${new Date(saved.at).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })}` : isLive ? "live" : "";
   } catch (error) {
     connection.className = "connection lost";
     connection.textContent = "no connection";
     if (!Object.keys(app.runs).length) fill(main, failure(error));
   }
-  setTimeout(poll, wait);
+  if (!saved) setTimeout(poll, wait);
 }
 
 function switchTheme() {

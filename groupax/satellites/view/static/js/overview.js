@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { Chart } from "./charts.js";
-import { diagnosticList } from "./diagnostics.js";
+import { diagnosticList, NONE_FOUND } from "./diagnostics.js";
 import { drawn, el, empty, failure, fill, shown, visible } from "./dom.js";
 import { marksOf } from "./marks.js";
 import { RunChoice } from "./runs.js";
@@ -54,7 +54,7 @@ export class Overview {
   }
 
   /** Parts are made once; while the run goes on only what they contain changes. */
-  draw({ facts, progress, changes }, diagnostics) {
+  draw({ facts, progress, outcome, changes }, diagnostics) {
     if (!this.parts) {
       this.parts = Object.fromEntries(["head", "changes", "findings", "curves", "samples", "facts"].map((name) => [name, el("section", { class: `overview-${name}` })]));
       const { head, changes: changed, findings, curves, samples, facts: about } = this.parts;
@@ -62,11 +62,11 @@ export class Overview {
       fill(this.body, head, changed, findings, curves, samples, about);
       this.drawn = {};
     }
-    this.fillPart("head", [progress, app.runs[this.run].status, app.runs[this.run].ending, facts.model, facts.recipe], () => head(this.run, facts, progress));
+    this.fillPart("head", [progress, outcome, app.runs[this.run].status, app.runs[this.run].ending, facts.model, facts.recipe], () => head(this.run, facts, progress, outcome));
     this.fillPart("changes", [changes], () => changes.length > 0 && [el("h2", {}, "Before and after"), el("ul", { class: "changes" }, changes.map(change))]);
-    this.fillPart("findings", [diagnostics, [...app.read]], () => [
+    this.fillPart("findings", [diagnostics, progress.step === null, [...app.read]], () => [
       el("h2", {}, "Diagnostics"),
-      diagnostics.length ? diagnosticList(this.run, diagnostics, () => this.read()) : el("p", { class: "all-well" }, "No problems found: rewards vary, completions end, log-probs agree."),
+      diagnostics.length ? diagnosticList(this.run, diagnostics, () => this.read()) : el("p", { class: "all-well" }, progress.step === null ? "None so far; no step has ended yet." : NONE_FOUND),
     ]);
     this.fillPart("facts", [facts], () => [el("h2", {}, "This run"), factList(facts)]);
   }
@@ -129,7 +129,7 @@ export class Overview {
   }
 }
 
-function head(run, facts, progress) {
+function head(run, facts, progress, outcome) {
   const { step, num_steps: total, elapsed_s: elapsed, remaining_s: remaining, tokens, started_at: started } = progress;
   const { status, ending } = app.runs[run];
   const part = total && step !== null ? Math.min(step / total, 1) : null;
@@ -143,8 +143,10 @@ function head(run, facts, progress) {
     started && `started ${when(started)}`,
   ].filter(Boolean);
   return [
-    el("div", { class: "run-title" }, el("h2", {}, visible(run)), el("span", { class: `status ${status}` }, status)),
+    el("div", { class: "run-title" }, el("h2", {}, visible(run)), el("span", { class: `status ${status}` }, status),
+      el("a", { class: "button needs-server", href: `/api/export?${new URLSearchParams({ run })}`, download: "" }, "Save as one file")),
     el("p", { class: "subject" }, [facts.recipe && `Recipe ${facts.recipe}`, facts.model && `model ${shortModel(facts.model)}`, facts.rewards && `rewards ${facts.rewards}`].filter(Boolean).map((text, index) => [index > 0 && " · ", visible(text)])),
+    outcome.map((text) => el("p", { class: "outcome" }, visible(text))),
     bar,
     el("p", { class: "facts" }, about.join(" · ")),
     ending && el("p", { class: "fault" }, visible(ending)),

@@ -19,9 +19,14 @@ export class Prompts {
       this.order = order;
       this.read();
     }, "order");
+    this.which = "all";
+    this.shows = select("Show", [["all", "all"], ["unsolved", "never solved"]], this.which, (which) => {
+      this.which = which;
+      this.read();
+    }, "show");
     this.progress = el("p", { class: "summary", role: "status" });
     this.body = el("div");
-    fill(root, el("h1", { class: "sr" }, "Prompts"), el("div", { class: "toolbar" }, this.runChoice.element, this.orders, this.search), this.progress, this.body);
+    fill(root, el("h1", { class: "sr" }, "Prompts"), el("div", { class: "toolbar" }, this.runChoice.element, this.shows, this.orders, this.search), this.progress, this.body);
   }
 
   async moved(parameters) {
@@ -35,12 +40,12 @@ export class Prompts {
   async read() {
     clearTimeout(this.timer);
     const { parameters } = this;
-    this.orders.hidden = this.search.hidden = Boolean(parameters.key);
+    this.shows.hidden = this.orders.hidden = this.search.hidden = Boolean(parameters.key);
     try {
       const { key } = parameters;
-      const found = await ask(key ? "prompt" : "prompts", { run: this.run, key, q: key ? null : this.search.value.trim(), order: key ? null : this.order });
+      const found = await ask(key ? "prompt" : "prompts", { run: this.run, ...(key ? { key } : { q: this.search.value.trim(), order: this.order, show: this.which }) });
       if (this.closed || this.parameters !== parameters) return;
-      this.tell(found.progress);
+      this.tell(found);
       if (key) this.showPrompt(found);
       else this.showPrompts(found.prompts);
       drawn();
@@ -54,17 +59,19 @@ export class Prompts {
     return progress.num_done < progress.num_steps && !progress.is_full;
   }
 
-  tell(progress) {
+  tell({ progress, num_prompts: all, num_unsolved: unsolved }) {
     const unreadable = progress.num_unreadable ? `; ${plural(progress.num_unreadable, "file")} could not be read` : "";
     const full = progress.is_full ? "; the index is full" : "";
-    this.progress.textContent = `${progress.num_done.toLocaleString("en")} of ${plural(progress.num_steps, "step")} read${unreadable}${full}`;
+    const never = typeof unsolved === "number" ? `${unsolved.toLocaleString("en")} of ${plural(all, "prompt")} never solved; ` : "";
+    if (all !== undefined) this.shows.hidden = never === "";
+    this.progress.textContent = `${never}${progress.num_done.toLocaleString("en")} of ${plural(progress.num_steps, "step")} read${unreadable}${full}`;
   }
 
   showPrompts(prompts) {
     this.chart?.close();
     this.chart = null;
     if (!prompts.length) {
-      fill(this.body, empty("No prompts", this.search.value ? "No prompt read so far contains this text." : "There are no rollouts yet."));
+      fill(this.body, empty("No prompts", this.search.value ? "No prompt read so far contains this text." : this.which === "unsolved" ? "Every prompt read so far was solved at least once." : "There are no rollouts yet."));
       return;
     }
     fill(this.body, el("table", { class: "data" },

@@ -77,7 +77,7 @@ export class Rollouts {
         this.slider, this.count),
       select("Show", Object.entries(FILTERS).map(([key, [text]]) => [key, text]), this.filter, (value) => this.setList({ filter: value }), "filter"),
       select("Order", Object.entries(ORDERS).map(([key, [text]]) => [key, text]), this.sort, (value) => this.setList({ sort: value }), "sort"),
-      el("div", { class: "joined" }, this.search, this.all),
+      el("div", { class: "joined needs-server" }, this.search, this.all),
     );
   }
 
@@ -161,7 +161,7 @@ export class Rollouts {
       .filter((group) => FILTERS[this.filter][1](group) && this.fitsRanges(group) && (!hits || hits.has(group.prompt_index)))
       .sort(ORDERS[this.sort][1]);
     const of = this.shown.length === groups.length ? plural(groups.length, "group") : `${this.shown.length} of ${plural(groups.length, "group")}`;
-    this.summary.textContent = `${of}, ${plural(this.found.num_rows, "completion")}`;
+    fill(this.summary, `${of}, ${plural(this.found.num_rows, "completion")} `, totals.length > 0 && legend(low, high));
     this.range = [low, high];
     this.list.replaceChildren();
     this.addItems();
@@ -187,8 +187,8 @@ export class Rollouts {
 
   item(group, low, high) {
     const squares = group.totals.slice(0, 64).map((total) => {
-      const square = el("i", { class: total === null ? "square none" : "square" });
-      square.style.setProperty("--part", String(high > low && total !== null ? (total - low) / (high - low) : 0.5));
+      const square = el("i", { class: `square ${total === null ? "none" : high > low ? "" : "same"}` });
+      if (high > low && total !== null) square.style.setProperty("--part", String((total - low) / (high - low)));
       return square;
     });
     return el("li", { role: "option", id: `group-${group.prompt_index}`, data: { prompt: String(group.prompt_index) }, "aria-selected": "false", on: { click: () => this.goTo({ prompt: group.prompt_index }) } },
@@ -313,4 +313,15 @@ export class Rollouts {
   close() {
     this.stopSearch();
   }
+}
+
+/** What the squares of the completions mean. */
+function legend(low, high) {
+  const square = (part) => {
+    const each = el("i", { class: `square ${part === null ? "same" : ""}` });
+    if (part !== null) each.style.setProperty("--part", String(part));
+    return each;
+  };
+  const shades = high > low ? [`reward ${shown(low, 3)} `, [0, 0.25, 0.5, 0.75, 1].map(square), ` ${shown(high, 3)}`] : [square(null), ` every reward is ${shown(low, 3)}`];
+  return el("span", { class: "squares-legend" }, shades);
 }
