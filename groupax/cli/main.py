@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from groupax import __version__
-from groupax.core.errors import PREEMPTED, PreemptedError, RunError
+from groupax.core.errors import PREEMPTED, PreemptedError, RunError, raised_outside
 from groupax.core.settings.fields import nearest
 from groupax.core.terminal.printable import printable
 from groupax.recipes import RECIPES
@@ -114,7 +114,7 @@ def exit_status(name: str, command: Callable[[], object]) -> int:
         return PREEMPTED if stopped.code == PREEMPTED else 1
     except (ValueError, TypeError) as error:
         _report_to_other_processes(error)
-        if error.__traceback__ and _raised_outside(error):
+        if error.__traceback__ and raised_outside(error):
             raise
         print(printable(f"{name}: {error}"), file=sys.stderr)
         return 2
@@ -133,14 +133,6 @@ def _report_to_other_processes(error: Exception) -> None:
     if processes is not None:
         with suppress(RunError):
             processes.fail(error)
-
-
-def _raised_outside(error: BaseException) -> bool:
-    """Returns whether an error comes from other code than ours, so that its traceback helps."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is not None and not frame.tb_frame.f_globals.get("__name__", "").startswith("groupax")
 
 
 def entry_point() -> None:

@@ -81,3 +81,11 @@ class PreemptedError(SystemExit):
 
     def __str__(self) -> str:
         return self.message
+
+
+def raised_outside(error: BaseException) -> bool:
+    """Returns whether an error comes from other code than ours, so that its traceback helps."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and not frame.tb_frame.f_globals.get("__name__", "").startswith("groupax")

@@ -38,7 +38,7 @@ from groupax.runs.rollout_log import RolloutLog, write_records
 
 STEP_FOLDERS = ("rollouts", "evaluations", "bad_steps")  # with files named for steps
 RECORD, DIAGNOSTICS = "record.jsonl", "diagnostics.jsonl"
-MAX_END = 2000  # characters that say why a process ended
+MAX_END = 6000  # characters that say why a process ended
 
 
 class RunFolder:

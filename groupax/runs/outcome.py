@@ -1,4 +1,4 @@
-"""What came of a run so far, in sentences that claim only what its data show. Imports no jax.
+"""The outcome of a run so far, in sentences that claim only what its data show. Imports no jax.
 
 Held-out prompts come first: those that became right or wrong between two evaluations. A run without them has the trend
 of its rewards, and one of supervised fine-tuning that of its loss.

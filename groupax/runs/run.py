@@ -1,6 +1,7 @@
 """The surroundings of a trainer's loop: its start, events, evaluations, checkpoints and end."""
 
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import TypeVar
 import jax
 
 from groupax.core.config import GRPOConfig, RunConfig, SFTConfig
-from groupax.core.errors import DivergedError, PreemptedError, RewardError
+from groupax.core.errors import DivergedError, PreemptedError, RewardError, raised_outside
 from groupax.core.storage.buckets import is_remote
 from groupax.core.storage.replacing import ForeignFilesError, check_destination
 from groupax.core.types import Row
@@ -35,6 +36,9 @@ from groupax.runs.trackers.tracker import check_trackers
 from groupax.runs.trainer import Description, Trainer
 from groupax.training.learner import Update
 from groupax.training.state import TrainState
+
+TRACEBACK = "Traceback (most recent call last)"
+MAX_TRACEBACK = 4000  # characters of its end that the run folder keeps
 
 ConfigT = TypeVar("ConfigT", GRPOConfig, SFTConfig)
 
@@ -162,9 +166,7 @@ class Run:
                     self.hooks.end(self)
                     self.emit(RunEnded(trainer.cursor.step))
             except (Exception, KeyboardInterrupt, PreemptedError) as error:
-                is_stop, lines = isinstance(error, PreemptedError), str(error).strip().splitlines() or [""]
-                text = " ".join(lines if len(lines) == 1 else (lines[0], lines[-1]))  # a traceback is between them
-                self.folder.write_end(text if is_stop else f"failed: {type(error).__name__}: {text}")
+                self.folder.write_end(_reason(error))
                 raise
             finally:
                 self.log.close()
@@ -311,3 +313,14 @@ class Run:
         self._is_introduced = True
         facts = {**self.described.facts, **self.described.plans, "to watch it": f"groupax view {self.folder.uri}"}
         self.emit(RunDescribed(self.trainer.num_steps, facts))
+
+
+def _reason(error: BaseException) -> str:
+    """Returns why a run has ended: in its first line, and below that the traceback of a failure in code of others."""
+    if isinstance(error, PreemptedError):
+        return str(error)
+    lines = str(error).strip().splitlines() or [""]
+    first, rest = " ".join(lines if len(lines) == 1 else (lines[0], lines[-1])), "\n".join(lines[1:])
+    if TRACEBACK not in rest:
+        rest = "".join(traceback.format_exception(error)).strip() if raised_outside(error) else ""
+    return f"failed: {type(error).__name__}: {first}" + (f"\n{rest[-MAX_TRACEBACK:]}" if rest else "")

@@ -69,10 +69,10 @@ def test_a_trend_has_an_interval():
     assert verbs == {0.0: "did not change clearly", 0.1: "rose", -0.1: "fell"}
     assert "in steps 1 to 10" in told[0.1]
     assert "rose: 0.000 in steps 1 to 3, 1.000 in steps 4 to 6 (difference +1.000, 95 % interval +1.000 to +1.000)" in (
-        trend(range(1, 7), [0.0] * 3 + [1.0] * 3, "reward")
+        trend([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [0.0] * 3 + [1.0] * 3, "reward")
     )
-    assert trend([1, 2], [0.5, float("nan")], "reward").startswith("After step 1 the reward is 0.500, too early")
-    assert trend([1], [float("nan")], "reward") == ""
+    assert trend([1.0, 2.0], [0.5, float("nan")], "reward").startswith("After step 1 the reward is 0.500, too early")
+    assert trend([1.0], [float("nan")], "reward") == ""
 
 
 def test_a_report_begins_with_it(run):  # noqa: F811

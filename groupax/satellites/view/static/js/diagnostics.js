@@ -75,11 +75,11 @@ function item(run, diagnostic, changed) {
       el("b", {}, visible(diagnostic.name).replaceAll("_", " ")),
       diagnostic.step !== null && diagnostic.step > 0 && el("a", { href: address("rollouts", { run, step: diagnostic.step, ...READ_FIRST[diagnostic.name] }) }, `step ${diagnostic.step}`),
       mark),
-    body(visible(diagnostic.text)));
+    explained(visible(diagnostic.text)));
 }
 
 /** The text; of a traceback the user's last frame and the error first, and the whole of it folded. */
-function body(text) {
+export function explained(text) {
   const start = text.indexOf(TRACEBACK);
   if (start < 0) return el("p", {}, text);
   const lines = text.slice(start).trimEnd().split("\n");

@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { Chart } from "./charts.js";
-import { diagnosticList, NONE_FOUND } from "./diagnostics.js";
+import { diagnosticList, explained, NONE_FOUND } from "./diagnostics.js";
 import { drawn, el, empty, failure, fill, shown, visible } from "./dom.js";
 import { marksOf } from "./marks.js";
 import { RunChoice } from "./runs.js";
@@ -86,7 +86,7 @@ export class Overview {
       return found && [found === options[0] ? title : found[0], found[0]];
     }).filter(Boolean);
     if (!chosen.length) {
-      fill(this.parts.curves, empty("No metrics yet", "This page updates when the run has finished its first step."));
+      fill(this.parts.curves, empty("No metrics", app.runs[run].ending ? "The run ended before its first step did." : "This page updates when the run has finished its first step."));
       return;
     }
     const [found, marks] = await Promise.all([ask("series", { run, name: chosen.map(([, name]) => name), points: POINTS }), marksOf([run])]);
@@ -149,7 +149,7 @@ function head(run, facts, progress, outcome) {
     outcome.map((text) => el("p", { class: "outcome" }, visible(text))),
     bar,
     el("p", { class: "facts" }, about.join(" · ")),
-    ending && el("p", { class: "fault" }, visible(ending)),
+    ending && el("div", { class: "fault" }, explained(visible(ending))),
   ];
 }
 

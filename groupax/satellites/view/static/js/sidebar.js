@@ -99,7 +99,8 @@ export class Sidebar {
     const about = ["reward", "loss"].find((each) => each in run.latest);
     const latest = about ? ` · ${about} ${shown(run.latest[about], 3)}` : "";
     facts.textContent = run.last_step === null ? "no step yet" : `step ${shown(run.last_step)}${latest}`;
-    fault.textContent = visible(run.fault || (run.ending.length > MAX_ENDING ? `${run.ending.slice(0, MAX_ENDING)}…` : run.ending));
+    const [ending] = run.ending.split("\n", 1); // without its traceback
+    fault.textContent = visible(run.fault || (ending.length > MAX_ENDING ? `${ending.slice(0, MAX_ENDING)}…` : ending));
     bad.textContent = run.num_bad_lines > 0 ? `${run.num_bad_lines} lines could not be read` : "";
   }
 }
