@@ -1,6 +1,7 @@
 """Examples of supervised fine-tuning as tokens, some of them learned, and their packing. Imports no jax."""
 
 import copy
+import json
 import re
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
@@ -145,6 +146,27 @@ def prompt_of(row: Mapping[str, Any], text_field: str) -> Prompt:
     return messages or ""
 
 
+def right_answers(items: Examples, name: str) -> list[dict[str, Any]]:
+    """Returns an example for each different completion that is right, of items that `groupax eval` has written.
+
+    Raises:
+        ValueError: None is right, or nothing says so.
+    """
+    found = {}
+    for item in (items[index] for index in range(len(items))):
+        for each in item["completions"] or ():
+            if isinstance(each, Mapping) and each.get("solved"):
+                said = [{"role": "assistant", "content": each["text"]}]
+                answer = (each.get("messages") or said) if is_conversational(item["prompt"]) else each["text"]
+                found[json.dumps([item["prompt"], answer])] = {"prompt": item["prompt"], "completion": answer}
+    if not found:
+        raise ValueError(
+            f"{name}: no completion of its {len(items):,} items is right; sample more of each (groupax eval --n), or "
+            "name the reward that says what is right (--correctness_reward)"
+        )
+    return list(found.values())
+
+
 def encode_training_set(
     examples: Examples, tokenizer: Any, settings: ExampleSettings, max_positions: int, name: str
 ) -> TrainingSet:
@@ -152,7 +174,7 @@ def encode_training_set(
 
     An example is a conversation (`messages`), a `prompt` with a `completion`, both texts or lists of messages, a text,
     or `input_ids`, with `labels` that are -100 where a token is not learned. Texts and completions end with the
-    tokenizer's end-of-sequence token.
+    tokenizer's end-of-sequence token. Of an item of `groupax eval` each completion that is right is an example.
     """
     max_length = min(settings.max_length or max_positions, max_positions)
     strategy = settings.packing_strategy if settings.packing else None
@@ -254,6 +276,8 @@ def _without_first(example: TokenExample) -> TokenExample:
 
 def _encoded(examples: Examples, tokenizer: Any, settings: ExampleSettings, name: str) -> Iterator[TokenExample]:
     """Yields all examples as tokens; a first token counts as learned if only its place speaks against it."""
+    if "completions" in examples[0] and "completion" not in examples[0]:
+        examples = right_answers(examples, name)
     first, text_field = examples[0], settings.dataset_text_field
     has_completions = "prompt" in first and "completion" in first
     if settings.completion_only_loss and not has_completions:

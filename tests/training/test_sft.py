@@ -16,7 +16,9 @@ from groupax.core.errors import DivergedError
 from groupax.core.settings.objective import ObjectiveSettings
 from groupax.core.settings.sft import ExampleSettings, SFTLossType
 from groupax.data.chat import Conversation
+from groupax.data.examples import load_examples
 from groupax.data.supervised import encode_training_set, render_with_spans, rows_of
+from groupax.evaluation.items import Completion, Item, write_items
 from groupax.events import Evaluated, StepEnded
 from groupax.objective.ratios import TokenTerms
 from groupax.sft import SUPERVISED_LOSSES
@@ -94,6 +96,17 @@ def test_completions_are_learned_with_their_end_and_prompts_only_on_request():
     assert learned_texts(encoded(rows, tokenizer), tokenizer) == ["de<eos>", "b<eos>"]
     both = encoded(rows, tokenizer, completion_only_loss=False)
     assert learned_texts(both, tokenizer) == ["bcde<eos>", "b<eos>"], "nothing predicts the first token"
+
+
+def test_of_evaluated_items_each_different_right_answer_is_learned(tmp_path):
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    answers = [("de", True), ("de", True), ("d", True), ("e", False), ("c", None)]
+    made = [Completion(text, 1, "stop", {"r": 0.0}, 0.0, solved) for text, solved in answers]
+    write_items(tmp_path / "items.jsonl", [Item("k", 0, "abc", {"answer": "d"}, made)])
+    rows = load_examples(str(tmp_path / "items.jsonl"))
+    assert learned_texts(encoded(rows, tokenizer), tokenizer) == ["de<eos>", "d<eos>"]
+    chats = [{"prompt": TALK[:3], "completions": [{"text": "So", "solved": True, "messages": None}]}]
+    assert learned_texts(encoded(chats, chat_tokenizer()), chat_tokenizer())[0].strip() == "So<|im_end|>"
 
 
 def test_texts_are_learned_from_their_second_token_and_labels_are_followed():
@@ -177,6 +190,7 @@ def test_every_token_but_a_sequences_first_is_learned_where_examples_are_wrapped
         ([{"text": "ab"}], {"assistant_only_loss": True}, "assistant_only_loss is for conversations"),
         ([{"text": "ab"}], {"chat_template_kwargs": {"a": 1}}, "which renders conversations, and the examples are"),
         ([{"prompt": "ab"}], {}, "prompts without completions"),
+        ([{"prompt": "ab", "completions": ["c", None]}], {}, "no completion of its 1 items is right; sample more"),
         ([{"text": 3}], {}, "must be a text like the others, got 3"),
         ([{"input_ids": [1, 2], "labels": [1]}], {}, "labels must be as many as input_ids"),
         ([{"input_ids": [1, 2], "labels": [2, -100]}], {}, "labels must be those of input_ids, without a shift"),

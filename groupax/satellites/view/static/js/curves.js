@@ -48,6 +48,8 @@ const SECTIONS = [
   ]],
 ];
 
+const isWhole = Boolean(globalThis.groupaxExport); // an exported page draws what is out of sight too, for printing
+
 export class Curves {
   constructor(root) {
     this.root = root;
@@ -198,13 +200,13 @@ export class Curves {
     const opened = (x, line) => { if (line.run) go("rollouts", { run: line.run, step: Math.round(x) }); };
     const chart = new Chart(title, { note, names, zoomed: (from, to) => this.zoomTo(from, to), opened });
     this.seen.observe(chart.card);
-    return { chart, names: [], visible: false };
+    return { chart, names: [], visible: isWhole };
   }
 
   scrolled(entries) {
     for (const entry of entries) {
       const card = this.cards.get(entry.target.dataset.title);
-      if (card) card.visible = entry.isIntersecting;
+      if (card) card.visible = entry.isIntersecting || isWhole;
     }
     if (entries.some((entry) => entry.isIntersecting)) this.refreshSoon();
   }
