@@ -107,7 +107,7 @@ LINES = {
     "cli": 2330,
     "compat": 3770,
     "core": 3430,
-    "data": 3270,
+    "data": 3290,
     "engine": 4290,
     "episodes": 3250,
     "evaluation": 640,
