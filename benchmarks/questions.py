@@ -1,10 +1,11 @@
-"""Five questions about runs, as actions and seconds: `groupax view`, an older one, TensorBoard and trackio.
+"""Nine questions about runs, as actions and seconds: `groupax view`, an older one, TensorBoard and trackio.
 
-Trains two runs that report to TensorBoard and trackio, unless `--runs` has them: the recipe `arithmetic`, and the same
-with a reward that can be hacked. Opens each tool's own page on them in headless Chromium, does what a person who knows
-the page would do, and waits until the answer is visible in the window. An action is a click, a chosen option, a typed
-text or a scroll; the time is the machine's, from opening the page until the answer is there: people read and search
-longer. What a page does not show has no way to it, and the reason is printed instead. Median of `--repeats` visits.
+Trains three runs that report to TensorBoard and trackio, unless `--runs` has them: the recipe `arithmetic`, the same
+with a reward that can be hacked, and one whose reward function fails after some steps. Opens each tool's own page on
+them in headless Chromium, does what a person who knows the page would do, and waits until the answer is visible in the
+window. An action is a click, a chosen option, a typed text or a scroll; the time is the machine's, from opening the
+page until the answer is there: people read and search longer. What a page does not show has no way to it, and the
+reason is printed instead. Median of `--repeats` visits.
 
 Needs selenium, and Chromium with its driver (Debian: chromium, chromium-driver), tensorboard and trackio.
 """
@@ -30,10 +31,17 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 OLDER = "0e341d07"  # the last commit before the overview
-HACKED = "def many_sevens(completions, **kwargs):\n    return [text.count('7') / 4 for text in completions]\n"
+HACKED = """def many_sevens(completions, **kwargs):
+    return [text.count('7') / 4 for text in completions]
+
+
+def fails(completions, trainer_state, **kwargs):
+    return [1 / (trainer_state.step < 3) for _ in completions]
+"""
 TRAIN = "train --recipe arithmetic --progress_bar none --report_to tensorboard trackio --project arithmetic"
 RUNS = {
     "good": "--max_steps 60 --eval_steps 20",
+    "crashed": "--max_steps 40 --reward_funcs think_answer_correct hacked:fails",
     "hacked": "--max_steps 40 --reward_funcs think_answer_correct hacked:many_sevens --reward_weights 0.2 1 "
     "--learning_rate 2e-3",
 }
@@ -84,6 +92,10 @@ QUESTIONS = (
     "What does it say now, and what did it say at step 10?",
     "Which prompts are never solved?",
     "Where does the time go?",
+    "How did the third run end, and where?",
+    "Is it still alive?",
+    "What is different between two runs?",
+    "Send it to a colleague",
 )
 
 
@@ -109,11 +121,19 @@ VIEW = (
         [tab("Prompts"), PROMPT],
     ),
     Way(
-        "prompts ordered by their best reward ever",
-        [("main td.number", "^0$"), ("th", "Best reward")],
-        [tab("Prompts"), Act("choose", 'select[name="order"]', text="unsolved")],
+        "their number, and they alone",
+        [("main .summary", "prompts? never solved"), ("th", "Best reward")],
+        [tab("Prompts"), Act("choose", 'select[name="show"]', text="unsolved")],
     ),
     Way("shares of phases in all steps", [("td", r"\d+ %")], [tab("Time")]),
+    Way(
+        "the error, the line of the user's code, and the traceback",
+        [(".fault", "ZeroDivisionError"), (".fault", r"hacked.py., line \d+")],
+        [Act("choose", 'select[name="run"]', text="crashed")],
+    ),
+    Way("the state of every run, e.g. failed, or that its process is gone", [("#side .status", "failed")]),
+    Way("settings that differ, run by run", [("main th", "^reward_weights$")], [tab("Settings")]),
+    Way("a file of the run that needs no server", [("a.button", "^Save as one file$")]),
 )
 EARLIER_VIEW = (
     Way("curve of the training reward; no held-out estimates", [("main *", "^Reward$")]),
@@ -136,6 +156,10 @@ EARLIER_VIEW = (
         [("main *", "Where the time goes")],
         [Act("scroll", "main *", "^Where the time goes")],
     ),
+    Way("a run that failed waits"),
+    Way("a run that failed waits"),
+    Way("settings that differ, run by run", [("main th", "^reward_weights$")], [tab("Settings")]),
+    Way("no file"),
 )
 TAGS = 'input[placeholder^="Filter tags"]'
 TENSORBOARD = (
@@ -165,6 +189,10 @@ TENSORBOARD = (
         [("scalar-card", r"compile_s\s[^]*good/tensorboard"), ("scalar-card", "rollout_s")],
         [Act("type", TAGS, text="^time/")],
     ),
+    Way("its curves end"),
+    Way("its curves grow or do not"),
+    Way("settings are a text of each run, to be compared by eye"),
+    Way("TensorBoard.dev has been shut down; a picture of the screen"),
 )
 FILTER = 'input[placeholder^="e.g., loss"]'
 TRACKIO = (
@@ -185,6 +213,10 @@ TRACKIO = (
         [("*", "^time/rollout_s$|^rollout_s$")],
         [Act("type", FILTER, text="^time/")],
     ),
+    Way("?"),
+    Way("?"),
+    Way("?"),
+    Way("?"),
 )
 
 
@@ -284,7 +316,9 @@ def make_runs(folder: Path) -> None:
     for name, flags in RUNS.items():
         if not (folder / name / "result.json").exists():
             command = [sys.executable, "-m", "groupax", *TRAIN.split(), *flags.split(), "--run_name", name]
-            subprocess.run([*command, "--output_dir", str(folder / name)], check=True, env=environment(folder, ROOT))
+            subprocess.run(
+                [*command, "--output_dir", str(folder / name)], check=name != "crashed", env=environment(folder, ROOT)
+            )
 
 
 def environment(folder: Path, package: Path) -> Mapping[str, str]:

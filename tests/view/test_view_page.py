@@ -101,6 +101,7 @@ def browser():
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     chromium = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    chromium.set_script_timeout(240.0)
     yield chromium
     chromium.quit()
 
