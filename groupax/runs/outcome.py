@@ -19,26 +19,38 @@ CANNOT_BELOW = 0.05  # largest pass@1 of a model that cannot do the task
 MAX_STEPS, MIN_STEPS = 10, 3  # that the start and the end of a trend are means of
 _ORDER = {"before": -1, "after": 1 << 62}  # of evaluations: before.SET, step_N.SET by N, after.SET
 
-Read = Callable[[Path], Sequence[Item]]
 Series = Callable[[str], tuple[Sequence[float] | np.ndarray, Sequence[float] | np.ndarray]]
 
 
-def outcome(result: Mapping[str, Any], files: Mapping[str, Path], series: Series, read: Read = read_items) -> list[str]:
+def held_out(files: Mapping[str, Path]) -> list[str]:
+    """Returns a sentence per held-out set that was evaluated, given the files with its items by their names.
+
+    They are named `before.SET`, `step_N.SET` and `after.SET`; the first and the last one of a set are compared.
+    """
+    by_set = evaluations_by_set(files)
+    found = {name: _of_set(order) for name, order in by_set.items()}
+    return [_named(name, text, by_set) for name, text in found.items() if text]
+
+
+def outcome(
+    result: Mapping[str, Any],
+    files: Mapping[str, Path],
+    series: Series,
+    held_out: Callable[[Mapping[str, Path]], list[str]] = held_out,
+) -> list[str]:
     """Returns a sentence per held-out set, or one about the training if there is no evaluation.
 
     Args:
         result: Content of `result.json`, which has the sentences of a run that has come to its end.
-        files: Files with the items of evaluations, by their names `before.SET`, `step_N.SET` and `after.SET`.
+        files: Files with the items of evaluations, by their names.
         series: Returns the steps [S] and the values [S] of a metric, empty for an unknown one.
-        read: Reads the items of a file.
+        held_out: Returns the sentences on evaluations.
     """
     said = result.get("verdicts")
     if isinstance(said, Mapping) and said:
         return [_named(str(name), str(text), said) for name, text in said.items()]
-    by_set = evaluations_by_set(files)
-    found = {name: _of_set(order, read) for name, order in by_set.items()}
-    known = [_named(name, text, by_set) for name, text in found.items() if text]
-    return known or [text for text in (trend(*series(name), name) for name in ("reward", "loss")) if text][:1]
+    trends = (trend(*series(name), name) for name in ("reward", "loss"))
+    return held_out(files) or [text for text in trends if text][:1]
 
 
 def verdict(before: Sequence[Item], after: Sequence[Item], when: str) -> str:
@@ -125,11 +137,11 @@ def judged(comparison: Comparison) -> str:
     return "pass@1" if "pass@1" in comparison.differences else "reward"
 
 
-def _of_set(order: Sequence[tuple[str, Path]], read: Read) -> str:
+def _of_set(order: Sequence[tuple[str, Path]]) -> str:
     """Returns a sentence on the evaluations of one set; empty if their files are damaged."""
     (first, _), (last, _) = order[0], order[-1]
     try:
-        items, later = (read(path) for _, path in (order[0], order[-1]))
+        items, later = (read_items(path) for _, path in (order[0], order[-1]))
         if first != last:
             return verdict(items, later, _span(first, last))
     except ValueError:  # of another version, or without an item in common

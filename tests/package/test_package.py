@@ -118,15 +118,15 @@ LINES = {
     "recipes": 1120,
     "rewards": 3530,
     "rollouts": 970,
-    "runs": 5660,
-    "satellites": 7210,
+    "runs": 5670,
+    "satellites": 7240,
     "serve": 4230,
     "sft": 310,
     "tools": 1240,
     "trainer": 411,
     "training": 2050,
 }
-TEST_LINES = 31095
+TEST_LINES = 31096
 FILES = 320
 MODULES = 190  # that groupax.trainer imports, also inside of functions
 

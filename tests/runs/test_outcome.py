@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from groupax.evaluation.items import Completion, Item, write_items
-from groupax.runs.outcome import evaluation_files, outcome, trend
+from groupax.runs.outcome import evaluation_files, held_out, outcome, trend
 from groupax.runs.report import read_run
 from tests.runs.test_run_report import run  # noqa: F401 - a fixture
 
@@ -47,7 +47,7 @@ def test_held_out_prompts_come_first(tmp_path, evaluations, said):
     (tmp_path / "evaluations").mkdir()
     for name, solved in evaluations.items():
         write_items(tmp_path / "evaluations" / f"{name}.eval.jsonl", items(*solved))
-    found = outcome({}, evaluation_files(tmp_path), NO_CURVES)
+    found = held_out(evaluation_files(tmp_path))
     assert [text[: len(start)] for text, start in zip(found, said, strict=True)] == said
 
 
@@ -56,9 +56,9 @@ def test_sets_are_named_and_damaged_files_say_nothing(tmp_path):
     for name in ("before.easy", "before.hard", "after.hard"):
         write_items(tmp_path / "evaluations" / f"{name}.jsonl", items([True]))
     files = evaluation_files(tmp_path)
-    assert [text.partition(" ")[0] for text in outcome({}, files, NO_CURVES)] == ["easy:", "hard:"]
+    assert [text.partition(" ")[0] for text in held_out(files)] == ["easy:", "hard:"]
     files["after.hard"].write_text("{}\n")
-    assert [text.partition(" ")[0] for text in outcome({}, files, NO_CURVES)] == ["easy:"]
+    assert [text.partition(" ")[0] for text in held_out(files)] == ["easy:"]
     assert outcome({"verdicts": {"easy": "well"}}, files, NO_CURVES) == ["well"], "what the run itself has said"
 
 

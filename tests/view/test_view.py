@@ -377,7 +377,7 @@ def test_damaged_files_are_no_failures_of_the_page(folder, tmp_path):
     (tmp_path / os.fsdecode(b"run-\xff")).mkdir()
     (tmp_path / os.fsdecode(b"run-\xff") / "metrics.jsonl").write_text("")
     place = {"step": 1, "prompt": 0, "sample": 0, "turn": 0, "name": "reward", "channel": "policy_logps"}
-    routes = "overview extremes table shares config diagnostics step group tokens text estimates"
+    routes = "overview extremes table shares config diagnostics step group tokens text estimates export"
     with serving(tmp_path) as port:
         names = [*ask(port, "runs")]
         assert "run-?" in names

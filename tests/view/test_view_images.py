@@ -48,6 +48,7 @@ def test_a_group_has_the_images_of_its_prompt_and_they_are_served_once_by_digest
         assert answer.headers["content-type"] == "image/png"
         np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(answer.content))), np.asarray(image))
     assert len(list((folder / "images").iterdir())) == 2
+    assert client.get("/api/export", params={"run": run}).text.count('"data:image/png;base64') == 2
 
 
 def test_only_png_files_of_the_folder_of_images_are_served(page):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax.evaluation.items import Item, compare, estimates, read_items
-from groupax.runs.outcome import evaluations_by_set
+from groupax.runs.outcome import evaluations_by_set, held_out
 from groupax.satellites.view.groups import parts_of
 from groupax.satellites.view.rollouts import SHOWN_CHARACTERS, shown_prompt
 
@@ -35,7 +35,7 @@ def item_page(path: Path, first: int, show: str, query: str) -> dict[str, Any]:
     """
     if show not in SHOWN:
         raise ValueError(f"show={show!r} is none of {', '.join(SHOWN)}")
-    items = stored_items(path)
+    items = _items(path)
     matching = [item for item in items if SHOWN[show](item) and query.casefold() in _searched(item)]
     shown = [shown_item(item) for item in matching[first : first + PAGE_ITEMS]]
     return {"items": shown, "num_items": len(items), "num_shown": len(matching), "page": PAGE_ITEMS}
@@ -72,6 +72,16 @@ def estimate_rows(files: Mapping[str, Path]) -> list[dict[str, Any]]:
     ]
 
 
+def sentences(files: Mapping[str, Path]) -> list[str]:
+    """Returns the sentences on the evaluations in files, kept until one of these changes."""
+    return _sentences(tuple((name, path, path.stat().st_mtime_ns) for name, path in files.items()))
+
+
+@lru_cache(maxsize=100)
+def _sentences(versions: tuple[tuple[str, Path, int], ...]) -> list[str]:
+    return held_out({name: path for name, path, _ in versions})
+
+
 @lru_cache(maxsize=1000)
 def _row(path: Path, version: int) -> dict[str, Any]:
     try:
@@ -83,7 +93,7 @@ def _row(path: Path, version: int) -> dict[str, Any]:
     return {"num_items": len(items), "estimates": means, "fault": ""}
 
 
-def stored_items(path: Path) -> list[Item]:
+def _items(path: Path) -> list[Item]:
     """Returns the items of a file, which are kept until it changes.
 
     Raises:
@@ -122,7 +132,7 @@ def differences(before: Path, after: Path, show: str, first: int, query: str) ->
     """
     if show not in (*KINDS, "all"):
         raise ValueError(f"show={show!r} is none of {', '.join(KINDS)}, all")
-    earlier, later = ({item.key: item for item in stored_items(path)} for path in (before, after))
+    earlier, later = ({item.key: item for item in _items(path)} for path in (before, after))
     found = compare(earlier.values(), later.values())
     pairs = [(kind_of(item, later[key]), item, later[key]) for key, item in earlier.items() if key in later]
     pairs.sort(key=lambda pair: KINDS.index(pair[0]))

@@ -11,7 +11,7 @@ import numpy as np
 from groupax.core.settings.run import UNSEEN
 from groupax.runs.outcome import outcome
 from groupax.runs.report import changed_settings, repeating_command
-from groupax.satellites.view.evaluations import stored_items
+from groupax.satellites.view.evaluations import sentences
 from groupax.satellites.view.rollouts import PREVIEW_CHARACTERS, Step, shown_prompt
 from groupax.satellites.view.runs import Run
 
@@ -37,7 +37,7 @@ def overview(run: Run) -> dict[str, Any]:
     config, command = _or_empty(run.config), _or_empty(run.command)
     processes = _processes(run)
     progress, changes = _progress(run, config, processes), list(_changes(run))
-    said = outcome(run.record("result.json"), run.evaluation_files(), run.series, stored_items)
+    said = outcome(run.record("result.json"), run.evaluation_files(), run.series, sentences)
     facts = _facts(run, config, command, processes)
     return {"facts": facts, "progress": progress, "outcome": said, "changes": changes}
 

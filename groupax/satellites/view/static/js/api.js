@@ -28,13 +28,21 @@ export async function ask(path, parameters = {}, signal = undefined) {
   return content;
 }
 
+/** Returns the address of an image of a run's prompts; in an exported page the image itself. */
+export function imageAddress(run, name) {
+  if (!globalThis.groupaxExport) return `/api/image?${new URLSearchParams({ run, name })}`;
+  return globalThis.groupaxExport.answers[keyOf("image", { run, name })] ?? "data:,";
+}
+
+function keyOf(path, asked) {
+  const known = Object.entries(asked).filter(([name, value]) => !NOT_ASKED.includes(name) && value !== null && value !== undefined && value !== "");
+  return JSON.stringify([path, known.map(([name, value]) => [name, String(value)]).sort()]);
+}
+
 /** Returns the answer that an exported page has to a request. */
 function exported(path, parameters) {
   const { answers } = globalThis.groupaxExport;
-  const answerTo = (asked) => {
-    const known = Object.entries(asked).filter(([name, value]) => !NOT_ASKED.includes(name) && value !== null && value !== undefined && value !== "");
-    return answers[JSON.stringify([path, known.map(([name, value]) => [name, String(value)]).sort()])];
-  };
+  const answerTo = (asked) => answers[keyOf(path, asked)];
   if (path === "series") {
     const curves = (run) => parameters.name.map((name) => [name, answerTo({ run, name })]).filter(([, curve]) => curve);
     return Object.fromEntries([parameters.run].flat().map((run) => [run, Object.fromEntries(curves(run))]));

@@ -1,6 +1,6 @@
 // A prompt and its completions side by side.
 
-import { ask } from "./api.js";
+import { ask, imageAddress } from "./api.js";
 import { el, failure, fill, plural, select, shown, visible } from "./dom.js";
 import { Chat, endBadge } from "./episode.js";
 import { FOLDED, folding } from "./folding.js";
@@ -106,7 +106,7 @@ export class Group {
     const { run } = this.where;
     return this.group.images.length > 0 && el("div", { class: "images" }, this.group.images.map((name, index) =>
       el("img", {
-        src: `/api/image?${new URLSearchParams({ run, name })}`,
+        src: imageAddress(run, name),
         alt: `Image ${index + 1} of ${this.group.images.length} of prompt ${this.where.prompt}`,
         loading: "lazy",
       })));
