@@ -132,7 +132,7 @@ VIEW = (
         [Act("choose", 'select[name="run"]', text="crashed")],
     ),
     Way("the state of every run, e.g. failed, or that its process is gone", [("#side .status", "failed")]),
-    Way("settings that differ, run by run", [("main th", "^reward_weights$")], [tab("Settings")]),
+    Way("settings that differ, run by run", [("main .summary", "differ between 3 runs")], [tab("Settings")]),
     Way("a file of the run that needs no server", [("a.button", "^Save as one file$")]),
 )
 EARLIER_VIEW = (
@@ -158,7 +158,7 @@ EARLIER_VIEW = (
     ),
     Way("a run that failed waits"),
     Way("a run that failed waits"),
-    Way("settings that differ, run by run", [("main th", "^reward_weights$")], [tab("Settings")]),
+    Way("settings that differ, run by run", [("main .summary", "differ between 3 runs")], [tab("Settings")]),
     Way("no file"),
 )
 TAGS = 'input[placeholder^="Filter tags"]'
@@ -314,7 +314,7 @@ def make_runs(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "hacked.py").write_text(HACKED)
     for name, flags in RUNS.items():
-        if not (folder / name / "result.json").exists():
+        if not (folder / name / ("result.json" if name != "crashed" else "metrics.jsonl")).exists():
             command = [sys.executable, "-m", "groupax", *TRAIN.split(), *flags.split(), "--run_name", name]
             subprocess.run(
                 [*command, "--output_dir", str(folder / name)], check=name != "crashed", env=environment(folder, ROOT)
