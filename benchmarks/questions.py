@@ -1,4 +1,4 @@
-"""Nine questions about runs, as actions and seconds: `groupax view`, an older one, TensorBoard and trackio.
+"""Nine questions about runs, as actions and seconds: `groupax view`, TensorBoard and trackio.
 
 Trains three runs that report to TensorBoard and trackio, unless `--runs` has them: the recipe `arithmetic`, the same
 with a reward that can be hacked, and one whose reward function fails after some steps. Opens each tool's own page on
@@ -11,7 +11,6 @@ Needs selenium, and Chromium with its driver (Debian: chromium, chromium-driver)
 """
 
 import argparse
-import io
 import os
 import re
 import shutil
@@ -19,18 +18,14 @@ import socket
 import statistics
 import subprocess
 import sys
-import tarfile
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-OLDER = "0e341d07"  # the last commit before the overview
 HACKED = """def many_sevens(completions, **kwargs):
     return [text.count('7') / 4 for text in completions]
 
@@ -135,32 +130,6 @@ VIEW = (
     Way("settings that differ, run by run", [("main .summary", "differ between 3 runs")], [tab("Settings")]),
     Way("a file of the run that needs no server", [("a.button", "^Save as one file$")]),
 )
-EARLIER_VIEW = (
-    Way("curve of the training reward; no held-out estimates", [("main *", "^Reward$")]),
-    VIEW[1],
-    Way(
-        "one text at a time, on two pages",
-        [(".card", "answer")],
-        [
-            tab("Prompts"),
-            PROMPT,
-            Act("click", "main td a", "^step"),
-            tab("Prompts"),
-            PROMPT,
-            Act("click", "main tr:last-child td a", "^step"),
-        ],
-    ),
-    Way("no best reward of a prompt, and no order by it"),
-    Way(
-        "seconds of phases over steps, of one run",
-        [("main *", "Where the time goes")],
-        [Act("scroll", "main *", "^Where the time goes")],
-    ),
-    Way("a run that failed waits"),
-    Way("a run that failed waits"),
-    Way("settings that differ, run by run", [("main .summary", "differ between 3 runs")], [tab("Settings")]),
-    Way("no file"),
-)
 TAGS = 'input[placeholder^="Filter tags"]'
 TENSORBOARD = (
     Way(
@@ -201,7 +170,11 @@ TRACKIO = (
         [("*", "^reward$"), ("*", "^eval_pass@1$")],
         [Act("type", FILTER, text="^reward$|^eval_pass@1$")],
     ),
-    Way("diagnostics are texts, which it stores and does not show; curves show when"),
+    Way(
+        "the text of the diagnostic among its alerts, without its step",
+        [("*", "the policy may have found a way")],
+        [Act("click", "*", "^reward_hacking$")],
+    ),
     Way(
         "up to 16 completions of some steps, of other prompts each time",
         [("td", "answer")],
@@ -213,10 +186,10 @@ TRACKIO = (
         [("*", "^time/rollout_s$|^rollout_s$")],
         [Act("type", FILTER, text="^time/")],
     ),
-    Way("?"),
-    Way("?"),
-    Way("?"),
-    Way("?"),
+    Way("the last step of each run, and nothing about its end"),
+    Way("the last step of each run, and nothing about its end"),
+    Way("shows no settings"),
+    Way("no file; a copy on a Space of the hub"),
 )
 
 
@@ -224,28 +197,17 @@ def main() -> None:
     """Prints the table, and with `--pictures` writes what was on the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, default=ROOT / "build" / "question_runs")
-    parser.add_argument("--older", default=OLDER, help="commit of the older `groupax view`")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--pictures", type=Path)
     parser.add_argument("--only", help="one of the tools")
     args = parser.parse_args()
-    args.runs = args.runs.resolve()  # the older page has another working directory
+    args.runs = args.runs.resolve()
     make_runs(args.runs)
-    with ExitStack() as stack:
-        older = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        archive = subprocess.run(["git", "archive", args.older, "groupax"], cwd=ROOT, check=True, capture_output=True)
-        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-            files.extractall(older, filter="data")
-        tools = {
-            "groupax view": (partial(view, args.runs, ROOT), VIEW),
-            f"groupax view, {args.older}": (partial(view, args.runs, older), EARLIER_VIEW),
-            "TensorBoard": (partial(tensorboard, args.runs), TENSORBOARD),
-            "trackio": (partial(trackio, args.runs), TRACKIO),
-        }
-        browser = stack.enter_context(opened_browser())
+    tools = {"groupax view": (view, VIEW), "TensorBoard": (tensorboard, TENSORBOARD), "trackio": (trackio, TRACKIO)}
+    with opened_browser() as browser:
         for name, (serve, ways) in tools.items():
             if args.only in (None, name):
-                with serve() as address:
+                with serve(args.runs) as address:
                     report(name, browser, address, ways, args.repeats, args.pictures)
 
 
@@ -343,10 +305,10 @@ def served(command: Sequence[str], env: Mapping[str, str], announced: str) -> It
             server.terminate()
 
 
-def view(runs: Path, package: Path) -> Any:
-    """Serves `groupax view` from the given source tree."""
+def view(runs: Path) -> Any:
+    """Serves `groupax view`."""
     command = [sys.executable, "-m", "groupax", "view", *(str(runs / name) for name in RUNS), "--port", "0"]
-    return served(command, environment(runs, package), r"(http://\S+)")
+    return served(command, environment(runs, ROOT), r"(http://\S+)")
 
 
 def tensorboard(runs: Path) -> Any:
