@@ -279,21 +279,21 @@ def make_runs(folder: Path) -> None:
         if not (folder / name / ("result.json" if name != "crashed" else "metrics.jsonl")).exists():
             command = [sys.executable, "-m", "groupax", *TRAIN.split(), *flags.split(), "--run_name", name]
             subprocess.run(
-                [*command, "--output_dir", str(folder / name)], check=name != "crashed", env=environment(folder, ROOT)
+                [*command, "--output_dir", str(folder / name)], check=name != "crashed", env=environment(folder)
             )
 
 
-def environment(folder: Path, package: Path) -> Mapping[str, str]:
+def environment(folder: Path) -> Mapping[str, str]:
     """Returns the environment for commands on the runs."""
-    of_runs = {"TRACKIO_DIR": str(folder / "trackio"), "PYTHONPATH": f"{package}:{folder}"}
+    of_runs = {"TRACKIO_DIR": str(folder / "trackio"), "PYTHONPATH": f"{ROOT}:{folder}"}
     return {**os.environ, **of_runs, "GRADIO_ANALYTICS_ENABLED": "False", "BROWSER": "true", "PYTHONUNBUFFERED": "1"}
 
 
 @contextmanager
 def served(command: Sequence[str], env: Mapping[str, str], announced: str) -> Iterator[str]:
-    """Serves a page until the context ends; yields the address that the command prints. Modules are those of `env`."""
-    pipe, package = subprocess.PIPE, env["PYTHONPATH"].split(":")[0]
-    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env, cwd=package) as server:
+    """Serves a page until the context ends; yields the address that the command prints."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT) as server:
         assert server.stdout is not None
         try:
             for line in server.stdout:
@@ -308,7 +308,7 @@ def served(command: Sequence[str], env: Mapping[str, str], announced: str) -> It
 def view(runs: Path) -> Any:
     """Serves `groupax view`."""
     command = [sys.executable, "-m", "groupax", "view", *(str(runs / name) for name in RUNS), "--port", "0"]
-    return served(command, environment(runs, ROOT), r"(http://\S+)")
+    return served(command, environment(runs), r"(http://\S+)")
 
 
 def tensorboard(runs: Path) -> Any:
@@ -316,7 +316,7 @@ def tensorboard(runs: Path) -> Any:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(runs), "--port", str(port)]
-    return served(command, environment(runs, ROOT), r"(http://\S+)")
+    return served(command, environment(runs), r"(http://\S+)")
 
 
 def trackio(runs: Path) -> Any:
@@ -325,7 +325,7 @@ def trackio(runs: Path) -> Any:
     if program is None:
         raise SystemExit("no trackio; pip install trackio")
     command = [program, "show", "--project", "arithmetic"]
-    return served(command, environment(runs, ROOT), r"UI launched at: (http[^\s\x1b]+)")
+    return served(command, environment(runs), r"UI launched at: (http[^\s\x1b]+)")
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def write_report(
     for name, each in after.sets.items():
         earlier = before.sets[name]
         comparison = compare(earlier.items, each.items)
-        text = verdict(earlier.items, each.items, f"After {result.num_steps:,} steps")
+        text = verdict(comparison, [earlier.estimates, each.estimates], f"After {result.num_steps:,} steps")
         verdicts[name] = text + _pointer(comparison, rewards, earlier.params)
         sets[name] = {
             "prompts": {kind: int(each.metrics[f"prompts{key}"]) for kind, key in _COUNTS.items()},

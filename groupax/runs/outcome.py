@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from groupax.evaluation.items import Comparison, Item, compare, estimates, read_items
+from groupax.evaluation.items import Comparison, compare, estimates, read_items
 from groupax.evaluation.paired import MCNEMAR, PairedDifference, p_text
-from groupax.rollouts.estimates import t_quantile
+from groupax.rollouts.estimates import Estimate, t_quantile
 
 CANNOT_BELOW = 0.05  # largest pass@1 of a model that cannot do the task
 MAX_STEPS, MIN_STEPS = 10, 3  # that the start and the end of a trend are means of
@@ -49,26 +49,26 @@ def outcome(
     said = result.get("verdicts")
     if isinstance(said, Mapping) and said:
         return [_named(str(name), str(text), said) for name, text in said.items()]
-    trends = (trend(*series(name), name) for name in ("reward", "loss"))
-    return held_out(files) or [text for text in trends if text][:1]
+    name = "reward" if len(series("reward")[0]) else "loss"  # which says nothing about progress where rewards are
+    text = trend(*series(name), name)
+    return held_out(files) or ([text] if text else [])
 
 
-def verdict(before: Sequence[Item], after: Sequence[Item], when: str) -> str:
+def verdict(comparison: Comparison, ends: Sequence[Mapping[str, Estimate]], when: str) -> str:
     """Returns a sentence that claims only what two evaluations show.
 
     Args:
-        before: Items of the first evaluation.
-        after: Items of the second one.
+        comparison: Their comparison.
+        ends: Estimates of the first and of the second one.
         when: Beginning of the sentence, e.g. "After 25 steps".
     """
-    comparison = compare(before, after)
     name = judged(comparison)
     if name not in comparison.differences:
         return "no prompt has a reward of both models by the same functions, so they cannot be compared"
     pair = comparison.differences[name]
     shown = f"{name} {pair.before:.3f} → {pair.after:.3f}"
     is_better = pair.is_clear and pair.difference.value > 0
-    highest = [found["pass@1"].high for found in map(estimates, (before, after)) if "pass@1" in found]
+    highest = [found["pass@1"].high for found in ends if "pass@1" in found]
     if highest and max(highest) < CANNOT_BELOW and not is_better:
         return (
             f"{when} the model cannot do this task: {shown} on {comparison.num_items:,} held-out prompts, at most "
@@ -101,7 +101,7 @@ def trend(steps: Sequence[float] | np.ndarray, values: Sequence[float] | np.ndar
     if not len(known):
         return ""
     if num < MIN_STEPS:
-        return f"After step {at[-1]:.0f} the {name} is {known[-1]:.3f}, too early for a trend; no prompt is held out"
+        return f"After step {at[-1]:.0f} the {name} is {known[-1]:.3f}, too early for a trend; no evaluation yet"
     ends = known[:num], known[-num:]
     change = float(ends[1].mean() - ends[0].mean())
     errors = np.array([end.var(ddof=1) / num for end in ends])
@@ -143,7 +143,7 @@ def _of_set(order: Sequence[tuple[str, Path]]) -> str:
     try:
         items, later = (read_items(path) for _, path in (order[0], order[-1]))
         if first != last:
-            return verdict(items, later, _span(first, last))
+            return verdict(compare(items, later), [estimates(items), estimates(later)], _span(first, last))
     except ValueError:  # of another version, or without an item in common
         return ""
     found = estimates(items)

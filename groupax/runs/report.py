@@ -148,7 +148,8 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def _series(metrics: Sequence[Metrics], name: str) -> tuple[Sequence[float], Sequence[float]]:
-    return [line["step"] for line in metrics], [line.get(name, math.nan) for line in metrics]
+    known = [line for line in metrics if name in line]
+    return [line["step"] for line in known], [line[name] for line in known]
 
 
 def _samples_of(folder: Path) -> list[Sample]:

@@ -126,7 +126,7 @@ LINES = {
     "trainer": 411,
     "training": 2050,
 }
-TEST_LINES = 31099
+TEST_LINES = 31101
 FILES = 320
 MODULES = 190  # that groupax.trainer imports, also inside of functions
 

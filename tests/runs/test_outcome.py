@@ -73,6 +73,8 @@ def test_a_trend_has_an_interval():
     )
     assert trend([1.0, 2.0], [0.5, float("nan")], "reward").startswith("After step 1 the reward is 0.500, too early")
     assert trend([1.0], [float("nan")], "reward") == ""
+    unscored = {"reward": ([1.0], [float("nan")]), "loss": ([1.0], [0.5])}
+    assert outcome({}, {}, unscored.get) == [], "the loss says nothing about GRPO"
 
 
 def test_a_report_begins_with_it(run):  # noqa: F811
