@@ -50,8 +50,7 @@ def outcome(
     if isinstance(said, Mapping) and said:
         return [_named(str(name), str(text), said) for name, text in said.items()]
     name = "reward" if len(series("reward")[0]) else "loss"  # which says nothing about progress where rewards are
-    text = trend(*series(name), name)
-    return held_out(files) or ([text] if text else [])
+    return held_out(files) or list(filter(None, [trend(*series(name), name)]))
 
 
 def verdict(comparison: Comparison, ends: Sequence[Mapping[str, Estimate]], when: str) -> str:
