@@ -47,6 +47,12 @@ QWEN3_4B: dict[str, Any] = {
     "intermediate_size": 9728,
     "max_position_embeddings": 40960,
 }
+QWEN3_8B: dict[str, Any] = {
+    **QWEN3_4B,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+}
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -129,6 +135,12 @@ LONG = (
 )
 SHOWS: dict[str, tuple[dict[str, Any], str, str]] = {
     "qwen2.5-0.5b": (QWEN_05B | {"max_position_embeddings": 32768}, "rtx4090-1", f"--prompts_per_step 8 {SHORT}"),
+    "qwen3-4b-lora-rtx4090": (QWEN3_4B, "rtx4090-1", f"--prompts_per_step 8 {SHORT} --lora_r 16"),
+    "qwen3-8b-qlora-rtx4090": (
+        QWEN3_8B,
+        "rtx4090-1",
+        f"--prompts_per_step 8 {SHORT} --lora_r 16 --base_weights nf4",
+    ),
     "qwen3-4b-lora": (QWEN3_4B, "h100-1", f"--prompts_per_step 32 {SHORT} --lora_r 16"),
     "qwen2.5-7b": (
         QWEN_7B,

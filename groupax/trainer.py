@@ -23,6 +23,7 @@ from groupax.data.tokenizer import eos_token_ids, is_conversational
 from groupax.episodes.custom import as_rollout_function
 from groupax.evaluation.evaluate import Evaluation, evaluate, find_correctness_reward
 from groupax.events import Listener, PhaseStarted, StepStarted, TokenScores, ignore
+from groupax.models.lora import LoRAConfig
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.resolve import resolve_weights
@@ -141,7 +142,7 @@ class GRPOTrainer(Trainer):
         self.correctness_reward = find_correctness_reward(args.correctness_reward, self.rewards)
 
         self.emit(PhaseStarted("loading the model"))
-        self.start_model = model_for(args, model, lora)
+        self.start_model = self.make_model(model, lora)
         self.emit(PhaseStarted("encoding the prompts"))
         self.tokenizer = tokenizer_for(args, self.start_model, processing_class)
         self.eos_ids = eos_token_ids(self.tokenizer, self.start_model.generation_config, self.start_model.hf_config)
@@ -154,14 +155,7 @@ class GRPOTrainer(Trainer):
         self.emit(PhaseStarted("preparing the devices"))
         self.schedule = self.make_schedule()
         self.num_steps = self.schedule.num_steps(len(self.prompts), args.num_train_epochs, args.max_steps)
-        longest = max(map(len, self.prompts.token_ids)), args.max_completion_length
-        self.learner = make_learner(self, learner_settings(args), longest)
-        expected = demand_of(args, self.schedule, longest, self.rules)
-        self.engine = engine_for(
-            args, self.start_model, self.learner, self.eos_ids, self.tokenizer, expected, self.rules
-        )
-        self.collector = self.make_collector()
-        self.pipeline = Pipeline(self.collector, args.max_staleness, self.num_steps) if args.max_staleness else None
+        self.prepare_devices((max(map(len, self.prompts.token_ids)), args.max_completion_length))
 
         self.dataset_name = data_name(train_dataset, len(examples))
         self.public_prompt: Prompt | None = None  # for the model's card; prompts may be private
@@ -319,6 +313,21 @@ class GRPOTrainer(Trainer):
 
     # -- parts that a subclass may replace -----------------------------------------------------------------------
 
+    def make_model(self, model: str | Path | Model, lora: LoRAConfig | None) -> Model:
+        """Returns the model that the run starts from."""
+        return model_for(self.args, model, lora)
+
+    def prepare_devices(self, longest: tuple[int, int]) -> None:
+        """Makes the parts with memory on devices; `longest` are the tokens of the longest prompt and completion."""
+        args = self.args
+        self.learner = make_learner(self, learner_settings(args), longest)
+        expected = demand_of(args, self.schedule, longest, self.rules)
+        self.engine = engine_for(
+            args, self.start_model, self.learner, self.eos_ids, self.tokenizer, expected, self.rules
+        )
+        self.collector = self.make_collector()
+        self.pipeline = Pipeline(self.collector, args.max_staleness, self.num_steps) if args.max_staleness else None
+
     def make_schedule(self) -> UpdateSchedule:
         """Returns how rollouts become optimizer steps."""
         return update_schedule(self.args)
@@ -383,19 +392,23 @@ class GRPOTrainer(Trainer):
 
     def describe(self) -> Description:
         """Returns what a user should know of the run before its first step."""
+        args = self.args
+        cache_bytes = 0 if args.rollout_servers else self.engine.planned_bytes()
+        description = self.description(self.facts(), self.schedule.rows_per_step, cache_bytes)
+        findings = setup_diagnostics(args, self.eos_ids, len(self.prompts))
+        return replace(description, warnings=prompt_warnings(self.prompts, self.eval_prompts), findings=findings)
+
+    def facts(self) -> dict[str, str]:
+        """Returns the data, the rewards and the steps of the run, by label."""
         args, num_rows, longest = self.args, self.schedule.rows_per_step, self.args.max_completion_length
         held_out = "".join(f", {len(each):,} held out ({name})" for name, each in self.eval_prompts.items())
-        facts = {
+        return {
             "prompts": f"{len(self.prompts):,}{held_out}",
             "rewards": ", ".join(reward.name for reward in self.rewards),
             **self.rules.names,
             "steps": f"{self.num_steps:,}, each on {num_rows:,} completions, {args.num_generations} per prompt, of at "
             f"most {longest:,} tokens ({num_rows * longest:,} together)",
         }
-        cache_bytes = 0 if args.rollout_servers else self.engine.planned_bytes()
-        description = self.description(facts, num_rows, cache_bytes)
-        findings = setup_diagnostics(args, self.eos_ids, len(self.prompts))
-        return replace(description, warnings=prompt_warnings(self.prompts, self.eval_prompts), findings=findings)
 
     def card(self) -> str:
         """Returns the card of the model."""

@@ -57,7 +57,12 @@ def slurm(arguments: Sequence[str], argv: Sequence[str]) -> int:
     from groupax.satellites.launch.slurm import Slurm, script_of, submit, write_script
 
     command = parsed(Slurm, "launch slurm", arguments)
-    file = write_script(script_of(command, argv), command.file or Path(f"{command.job_name}.sbatch"))
+    script = script_of(command, argv)
+    if argv[0] == "train" and not command.skip_check:
+        from groupax.cli.train import train
+
+        train([*argv[1:], "--dry_run"])
+    file = write_script(script, command.file or Path(f"{command.job_name}.sbatch"), command.force)
     if command.dry_run:
         print(f"wrote {file}; to submit it: sbatch {file}")
     else:

@@ -70,6 +70,10 @@ COMMANDS = {
         "groupax.cli.plan:plan",
         "estimate memory and step time on other hardware: groupax plan --model MODEL --devices h100-8",
     ),
+    "doctor": (
+        "groupax.cli.doctor:doctor",
+        "check this machine: versions, devices, kernels, first steps of a small model",
+    ),
     "inspect": ("groupax.cli.models:inspect", "describe a model and its memory, or what an adapter trains"),
     "merge": ("groupax.cli.models:merge", "merge an adapter into its base"),
     "convert": ("groupax.cli.models:convert", "convert a model to another dtype"),

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from groupax.cli.train import train_defaults
@@ -24,8 +24,9 @@ class PlanCommand:
     model: str | None = None
     """Folder, config.json or Hugging Face hub id of the model; only config.json is read."""
     devices: str | None = None
-    """NVIDIA GPUs (a100, a100-40g, h100, h200, b200, l40s or rtx4090, and a number of them, e.g. h100-8, or h100-64 for
-    hosts with 8 each), a TPU slice (e.g. v4-64, v5e-32, v5p-128 or v6e-16), or virtual CPU devices (e.g. cpu:8)."""
+    """NVIDIA GPUs (a kind and a number of them, e.g. rtx4090-1, h100-8, or h100-64 for hosts with 8 each; or figures,
+    e.g. custom:24GB,1008GB/s,165TF-1), a TPU slice (e.g. v4-64, v5e-32, v5p-128 or v6e-16), or virtual CPU devices
+    (e.g. cpu:8)."""
     libtpu: Path = Path("build/libtpu")
     """Folder that libtpu was installed into (pip install --no-deps --target build/libtpu libtpu), if not with jax."""
     cuda: Path = Path("build/cuda")
@@ -74,7 +75,7 @@ def plan(arguments: Sequence[str]) -> int:
     if hf_config != stored:
         if lora is None:
             raise ValueError(f"the weights of {command.model} have 4 bits; train an adapter: set lora_r, e.g. to 16")
-        _log("the base has 4-bit weights; the plan assumes that it is not quantized, which needs more memory")
+        args = replace(args, base_weights="nf4")
     model = read_config(hf_config)
     if task is not None:
         args, notes = fit_config(args, task, model.max_positions)

@@ -155,6 +155,8 @@ class Train:
     environments: tuple[str, ...] | None = None
     """Environment of the episodes, as module:Class or module:maker(option=1); of several, each as name=module:Class,
     with the name in the dataset's column environment. The default is as for the tools."""
+    dry_run: bool = False
+    """Read and check everything but the weights, show a prompt, try the rewards, plan the memory, and end."""
     args: GRPOConfig = field(default_factory=GRPOConfig)
     """Settings of the run."""
 
@@ -235,6 +237,12 @@ def _train(command: Train, inputs: Inputs, progress: Progress) -> list[Any]:
     from groupax.parallel.runtime import configure_jax
     from groupax.trainer import GRPOTrainer
 
+    trainer_class = GRPOTrainer
+    if command.dry_run:
+        from groupax.cli import dry_run
+
+        trainer_class = dry_run.DryRun
+        dry_run.use_devices_for(command.args)
     configure_jax()
     progress(PhaseStarted("loading the data"))
     dataset, sets = inputs.dataset(command), None
@@ -247,10 +255,13 @@ def _train(command: Train, inputs: Inputs, progress: Progress) -> list[Any]:
     for note in notes:
         progress(Message(note))
     with stoppable():
-        trainer = GRPOTrainer(
+        trainer = trainer_class(
             inputs.model, inputs.rewards, args, dataset, sets, progress=progress, tools=tools, environments=environments
         )
     trainer.dataset_name = inputs.data_name(command)
+    if command.dry_run:
+        assert isinstance(trainer, dry_run.DryRun), "it was made so"
+        return [trainer.report()]
     if recipe and not command.dataset:  # the recipe's own data is public
         trainer.public_prompt = trainer.prompts.examples[0]["prompt"]
     trainer.run_folder.command = recorded(command)

@@ -4,6 +4,7 @@ Several adapters stand side by side along their ranks, so that the changes of al
 a row keeps the ranks of its own adapter only.
 """
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from groupax.models.matmul import dense_linear
 from groupax.parallel.pytree import pytree
+from groupax.parallel.runtime import traced_platform
 
 # A tree of weights, as in `models.specs`.
 Params = dict[str, Any]
@@ -119,6 +122,9 @@ def low_rank_linear(x: Float[Array, "*M I"], weight: AdaptedWeight) -> Float[Arr
     """Computes scale b a x, scaled between the two matmuls, where no compiler fuses the scale with an addition."""
     if weight.dropout is not None:
         x = _apply_dropout(x, weight.dropout)
+    # Or XLA multiplies by both matrices at once, of which it makes a copy; that pays with many rows only.
+    if traced_platform() == "gpu" and math.prod(x.shape[:-1]) < weight.change.b.shape[0]:
+        x = lax.optimization_barrier(x)
     inner = dense_linear(x, weight.change.a)
     if weight.owner is None:
         inner = inner * jnp.asarray(weight.scale, x.dtype)

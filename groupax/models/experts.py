@@ -13,6 +13,7 @@ from groupax.models.config import Experts, GatedActivation
 from groupax.models.layers import gated_activation, linear
 from groupax.models.matmul import matmul_nt
 from groupax.parallel.collectives import all_gather, axis_index, psum, psum_grad, reduce_scatter
+from groupax.parallel.kernels import kernel_faults
 from groupax.parallel.mesh import REPLICATED, Layout
 from groupax.parallel.pytree import pytree
 from groupax.parallel.runtime import traced_platform
@@ -257,7 +258,7 @@ def _grouped_matmul(
 
     XLA has kernels for it on TPUs. On NVIDIA GPUs it would multiply all rows by all matrices.
     """
-    if traced_platform() == "gpu":
+    if traced_platform() == "gpu" and "grouped_matmul" not in kernel_faults():
         from groupax.models.kernels.triton_matmul import grouped_matmul
 
         return grouped_matmul(rows, weights, sizes)

@@ -2,13 +2,16 @@
 
 import importlib.util
 import logging
+import math
 import os
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxlib import version
+
+from groupax.core.settings.fields import nearest
 
 
 @dataclass(frozen=True)
@@ -40,26 +43,77 @@ GIB = 1 << 30
 # of hosts; it is that of 16 PCIe lanes of the third and the fourth generation.
 TPUS = {
     "v4": Chip(("TPU v4",), 275e12, 30.75 * GIB, 1228e9, 300e9, 16e9),
-    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 15.75 * GIB, 819e9, 200e9, 16e9),
-    "v5p": Chip(("TPU v5",), 459e12, 95.74 * GIB, 2765e9, 600e9, 16e9),
+    "v5e": Chip(("TPU v5 lite", "TPU v5e", "TPU v5litepod"), 197e12, 15.75 * GIB, 819e9, 200e9, 16e9),
+    "v5p": Chip(("TPU v5", "TPU v5p"), 459e12, 95.74 * GIB, 2765e9, 600e9, 16e9),
     "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 31.25 * GIB, 1640e9, 448e9, 32e9),
 }
 # Part of a GPU's memory that arrays and programs get (`parallel.runtime`); the rest is left to CUDA, cuDNN, NCCL and
 # CUDA graphs.
 GPU_MEMORY_FRAC = 0.9
-# Sources: NVIDIA's data sheets of the A100, H100, H200, B200 and L40S, and its white papers on the Ampere, Hopper and
-# Ada architectures; of SXM modules, and without sparsity. Memory is what the driver reports, and its bandwidth follows
-# from its clock, as in planning/gpu_targets. Links are NVLink (half of the stated bidirectional bandwidth) or 16 PCIe
-# lanes, which also lead to the host: of the fourth generation, and of the fifth from the H100 on. The network between
-# hosts is that of NVIDIA's DGX: a port for each GPU, of 200 Gb/s for the A100 and 400 Gb/s for the others.
+
+
+@dataclass(frozen=True)
+class Gpu(Chip):
+    """An NVIDIA GPU, with what XLA's compiler has to know of it.
+
+    Attributes:
+        architecture: Name of the file in planning/gpu_targets with its limits.
+        device_bytes: Memory that the driver reports.
+        num_cores: Number of multiprocessors.
+        clock_ghz: Highest clock.
+        l2_bytes: Size of the second-level cache.
+    """
+
+    architecture: str = ""
+    device_bytes: float = 0.0
+    num_cores: int = 0
+    clock_ghz: float = 0.0
+    l2_bytes: int = 0
+
+
+def _gpu(kind: str, figures: str) -> Gpu:
+    """Returns a GPU by jax's `device_kind` and its figures, in the order and the units of the table below."""
+    architecture, *numbers = figures.split()
+    tflops, memory, bandwidth, cores, clock, l2, link, host, network = map(float, numbers)
+    return Gpu(
+        (kind,),
+        tflops * 1e12,
+        memory * 1e9 * GPU_MEMORY_FRAC,
+        bandwidth * 1e9,
+        link * 1e9,
+        host * 1e9,
+        network * 1e9,
+        architecture,
+        memory * 1e9,
+        int(cores),
+        clock,
+        int(l2 * 1e6),
+    )
+
+
+# Sources: NVIDIA's data sheets and its white papers on the Turing, Ampere, Ada, Hopper and Blackwell architectures; of
+# SXM modules where there are any, and without sparsity. The T4 has no bfloat16: its figure is that of float32. Memory
+# is what drivers report. Links are NVLink (half of the stated bidirectional bandwidth) or 16 PCIe lanes, which also
+# lead to the host, except for the GH200. The network between hosts is that of NVIDIA's DGX: a port for each GPU, of 200
+# Gb/s for the A100 and 400 Gb/s for the others.
+#              architecture, TFLOP/s, GB, GB/s, multiprocessors, GHz, MB of L2 cache, GB/s of links, host, network
 GPUS = {
-    "a100": Chip(("NVIDIA A100",), 312e12, 85.10e9 * GPU_MEMORY_FRAC, 2039e9, 300e9, 32e9, 25e9),
-    "a100-40g": Chip(("NVIDIA A100-SXM4-40GB",), 312e12, 42.33e9 * GPU_MEMORY_FRAC, 1555e9, 300e9, 32e9, 25e9),
-    "h100": Chip(("NVIDIA H100",), 989e12, 84.94e9 * GPU_MEMORY_FRAC, 3352e9, 450e9, 64e9, 50e9),
-    "h200": Chip(("NVIDIA H200",), 989e12, 151.40e9 * GPU_MEMORY_FRAC, 4800e9, 450e9, 64e9, 50e9),
-    "b200": Chip(("NVIDIA B200",), 2250e12, 191.51e9 * GPU_MEMORY_FRAC, 7672e9, 900e9, 64e9, 50e9),
-    "l40s": Chip(("NVIDIA L40S",), 362e12, 47.70e9 * GPU_MEMORY_FRAC, 864e9, 32e9, 32e9),
-    "rtx4090": Chip(("NVIDIA GeForce RTX 4090",), 165.2e12, 25.39e9 * GPU_MEMORY_FRAC, 1008e9, 32e9, 32e9),
+    "t4": _gpu("Tesla T4", "sm75 8.1 15.64 320 40 1.59 4.19 16 16 0"),
+    "a10": _gpu("NVIDIA A10", "sm86 125 23.61 600 72 1.695 6.29 32 32 0"),
+    "l4": _gpu("NVIDIA L4", "sm89 121 23.66 300 58 2.04 50.33 32 32 0"),
+    "l40s": _gpu("NVIDIA L40S", "sm89 362 47.70 864 142 2.52 100.66 32 32 0"),
+    "rtx3090": _gpu("NVIDIA GeForce RTX 3090", "sm86 71 25.44 936 82 1.695 6.29 32 32 0"),
+    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", "sm89 165.2 25.39 1008 128 2.52 75.50 32 32 0"),
+    "rtx5090": _gpu("NVIDIA GeForce RTX 5090", "sm120 209.5 33.67 1792 170 2.407 100.66 64 64 0"),
+    "rtx6000-ada": _gpu("NVIDIA RTX 6000 Ada", "sm89 364.2 50.95 960 142 2.505 100.66 32 32 0"),
+    "rtx-pro-6000": _gpu("NVIDIA RTX PRO 6000", "sm120 503.8 101.97 1792 188 2.6 134.22 64 64 0"),
+    "a100-40g": _gpu("NVIDIA A100-SXM4-40GB", "sm80 312 42.33 1555 108 1.41 41.94 300 32 25"),
+    "a100": _gpu("NVIDIA A100", "sm80 312 85.10 2039 108 1.41 41.94 300 32 25"),
+    "h20": _gpu("NVIDIA H20", "sm90 148 101.97 4000 78 1.98 62.91 450 64 50"),
+    "h100": _gpu("NVIDIA H100", "sm90 989 84.94 3352 132 1.98 52.43 450 64 50"),
+    "h200": _gpu("NVIDIA H200", "sm90 989 151.40 4800 132 1.98 52.43 450 64 50"),
+    "gh200": _gpu("NVIDIA GH200", "sm90 989 101.97 4000 132 1.98 62.91 450 450 50"),
+    "b200": _gpu("NVIDIA B200", "sm100 2250 191.51 7672 148 1.965 132.64 900 64 50"),
 }
 CHIPS = TPUS | GPUS
 # Kinds whose slice names count TensorCores, two per chip.
@@ -107,8 +161,12 @@ class Slice:
 
 def chip_of(device_kind: str) -> Chip | None:
     """Returns the accelerator of jax's `device_kind`; None for a CPU and for those without stated peaks."""
-    by_kind = {kind: chip for chip in CHIPS.values() for kind in chip.kinds if device_kind.startswith(kind)}
+    by_kind = {kind: chip for chip in CHIPS.values() for kind in chip.kinds if _is_of_kind(device_kind, kind)}
     return by_kind[max(by_kind, key=len)] if by_kind else None
+
+
+def _is_of_kind(device_kind: str, kind: str) -> bool:
+    return device_kind.startswith(kind) and not device_kind[len(kind) : len(kind) + 1].isalnum()
 
 
 def tpu_slice(name: str) -> Slice:
@@ -149,38 +207,67 @@ class GpuHosts:
 
     Attributes:
         name: Kind and number, e.g. h100-16.
-        kind: Kind of the GPUs, a key of `GPUS`.
+        chip: The GPUs.
         num_hosts: Number of hosts.
         gpus_per_host: Number of GPUs of each host.
     """
 
     name: str
-    kind: str
+    chip: Gpu
     num_hosts: int
     gpus_per_host: int
+
+
+_CUSTOM = re.compile(r"custom:([\d.]+)gb,([\d.]+)gb/s,([\d.]+)tf")
 
 
 def gpu_hosts(name: str) -> GpuHosts:
     """Returns the GPUs of this name: a kind and a number of them, e.g. h100-8, rtx4090-1 or h200-64.
 
+    A kind may consist of figures, "custom:24GB,1008GB/s,165TF": its memory, bandwidth and bfloat16 operations per
+    second, with all else from the known GPU that is nearest in the latter two.
+
     Raises:
         ValueError: There is no such kind, or hosts cannot have this number of GPUs.
     """
     kind, _, number = name.strip().lower().rpartition("-")
-    if kind not in GPUS or not re.fullmatch(r"[1-9]\d*", number):
+    chip = _custom_gpu(kind) if kind.startswith("custom:") else GPUS.get(kind)
+    if chip is None or not re.fullmatch(r"[1-9]\d*", number):
         raise ValueError(
-            f"there are no GPUs {name!r}; kinds of GPUs are {', '.join(GPUS)}, e.g. h100-8 for eight of them"
+            f"there are no GPUs {name!r}; kinds of GPUs are {', '.join(GPUS)}, e.g. h100-8 for eight of them, or your "
+            f"own figures, custom:24GB,1008GB/s,165TF-1{nearest(kind, GPUS)}"
         )
     num_hosts, rest = divmod(int(number), _GPUS_PER_HOST)
     if num_hosts == 0:
-        return GpuHosts(f"{kind}-{rest}", kind, 1, rest)
+        return GpuHosts(f"{kind}-{rest}", chip, 1, rest)
     if rest:
         raise ValueError(
             f"{name!r}: several hosts have {_GPUS_PER_HOST} GPUs each, so that the number must be a multiple"
         )
-    if num_hosts > 1 and GPUS[kind].network_bytes_per_s == 0:
+    if num_hosts > 1 and chip.network_bytes_per_s == 0:
         raise ValueError(f"{name!r}: plans for {kind} are limited to one host of at most {_GPUS_PER_HOST} GPUs")
-    return GpuHosts(f"{kind}-{number}", kind, num_hosts, _GPUS_PER_HOST)
+    return GpuHosts(f"{kind}-{number}", chip, num_hosts, _GPUS_PER_HOST)
+
+
+def _custom_gpu(kind: str) -> Gpu | None:
+    match = _CUSTOM.fullmatch(kind)
+    if match is None:
+        return None
+    memory, bandwidth, flops = float(match[1]) * 1e9, float(match[2]) * 1e9, float(match[3]) * 1e12
+    if not min(memory, bandwidth, flops) > 0:
+        return None
+
+    def distance(known: Gpu) -> float:
+        return abs(math.log(known.memory_bytes_per_s / bandwidth)) + abs(math.log(known.flops / flops))
+
+    return replace(
+        min(GPUS.values(), key=distance),
+        kinds=(kind,),
+        flops=flops,
+        device_bytes=memory,
+        memory_bytes=memory * GPU_MEMORY_FRAC,
+        memory_bytes_per_s=bandwidth,
+    )
 
 
 CPUINFO = Path("/proc/cpuinfo")

@@ -16,6 +16,7 @@ from jax import monitoring
 
 from groupax.core.errors import RunError
 from groupax.parallel.accelerators import GPU_MEMORY_FRAC, has_cuda_plugin, set_gpu_flags
+from groupax.parallel.kernels import find_kernel_faults
 from groupax.parallel.memory import keep_freed_memory
 from groupax.parallel.processes import join
 
@@ -116,7 +117,7 @@ _GPU_MEMORY = frozenset({"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACT
 def configure_jax() -> None:
     """Sets up virtual CPU devices, memory reuse, compilation, and the connection to the run's processes.
 
-    Settings that the user made are kept.
+    Settings that the user made are kept. On GPUs, kernels that have not been checked there are.
 
     Raises:
         RunError: jax finds no device of the platform that the user chose.
@@ -126,6 +127,7 @@ def configure_jax() -> None:
     if has_cuda_plugin():
         _use_most_of_a_gpu()
         set_gpu_flags()
+        find_kernel_faults()
     _keep_compiled_programs()
     join()
     _find_devices()
@@ -139,7 +141,7 @@ def _find_devices() -> None:
         chosen = str(jax.config.jax_platforms or "")  # pyright: ignore[reportAttributeAccessIssue]
         reason = next(iter(str(error).splitlines()), "it finds no such device")
         reason = reason.partition(" (set JAX_PLATFORMS")[0].rstrip(".")
-        gpu = "see nvidia-smi for the GPU and its driver" if has_cuda_plugin() else "pip install 'groupax[cuda]'"
+        gpu = "see nvidia-smi for the GPU and its driver" if has_cuda_plugin() else "pip install 'groupax[cuda13]'"
         remedies = {"cuda": gpu, "gpu": gpu, "tpu": "pip install 'groupax[tpu]'"}
         remedy = "".join(f"; for {name}: {text}" for name, text in remedies.items() if name in chosen.split(","))
         unset = f"JAX_PLATFORMS is {chosen!r} (unset it to use the devices that there are), and " if chosen else ""

@@ -21,6 +21,7 @@ from groupax.data.examples import Examples, load_examples
 from groupax.data.files import EVAL_SPLITS
 from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
+from groupax.engine.constraints import ConstraintCompiler
 from groupax.engine.engine import Engine
 from groupax.engine.plan import CHUNK_STEPS, TURN_STEPS, Demand
 from groupax.engine.sequence import PolicySampler
@@ -110,11 +111,17 @@ def rewards_for(
     return [*named, *own]
 
 
-def model_for(args: RunConfig, model: str | Path | Model, lora: LoRAConfig | None = None) -> Model:
-    """Returns the model to train on the requested mesh, loaded if it is a name, with a new adapter if one is given."""
+def model_for(
+    args: RunConfig, model: str | Path | Model, lora: LoRAConfig | None = None, is_abstract: bool = False
+) -> Model:
+    """Returns the model to train on the requested mesh, loaded if it is a name, with a new adapter if one is given.
+
+    An abstract one has shapes in the place of weights.
+    """
     mesh, was_loaded = mesh_of(args), not isinstance(model, Model)
     if not isinstance(model, Model):
-        model = load_model(model, mesh=mesh, weights=args.base_weights, replicated=args.mesh_replicate)
+        weights, replicated = args.base_weights, args.mesh_replicate
+        model = load_model(model, mesh=mesh, weights=weights, replicated=replicated, is_abstract=is_abstract)
     elif mesh is not None:
         model = reshard(model, mesh, args.mesh_replicate)
     if lora is not None:
@@ -314,11 +321,6 @@ def engine_for(
     several turns, chunks are short, since tools are called only after a chunk.
     """
     constraint, has_turns = sampling_params(args).constraint, rules.has_turns
-    if constraint is not None and has_turns:
-        raise ValueError(
-            f"{constraint[0]} constrains completions of one turn, and these episodes have several; leave it out, or "
-            "train without tools and environments"
-        )
     decodes = args.stop or args.eval_stop or constraint or rules.templates is not None  # programs have their own stops
     engine = Engine(
         model.config,
@@ -337,9 +339,21 @@ def engine_for(
         features=learner.features,
         record_experts=args.routing_replay,
     )
-    if constraint is not None:  # an error is found before the first rollout
-        engine.constraints.matcher(*constraint)
+    check_constraint(args, rules, engine.constraints)
     return engine
+
+
+def check_constraint(args: GRPOConfig, rules: Rules, constraints: ConstraintCompiler) -> None:
+    """Raises a ValueError if the constraint of the settings cannot be kept."""
+    constraint = sampling_params(args).constraint
+    if constraint is None:
+        return
+    if rules.has_turns:
+        raise ValueError(
+            f"{constraint[0]} constrains completions of one turn, and these episodes have several; leave it out, or "
+            "train without tools and environments"
+        )
+    constraints.matcher(*constraint)
 
 
 def _kv_bytes(args: GRPOConfig, model: Model) -> int | None:

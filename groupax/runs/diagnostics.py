@@ -9,6 +9,7 @@ from groupax.core.errors import RewardError
 from groupax.core.settings.objective import WEIGHTED_BY_LENGTH
 from groupax.core.types import Metrics
 from groupax.events import Diagnosed, Emit, Evaluated, Event, RolloutScored, StepEnded
+from groupax.parallel.kernels import kernel_faults
 
 UNSCORED_ROLLOUTS = 3  # in a row, after which a run without any reward ends
 PATIENCE_STEPS = 5  # a diagnosis from metrics needs this many steps in a row
@@ -81,7 +82,10 @@ class Diagnostics:
 
 def setup_diagnostics(args: GRPOConfig, eos_ids: Sequence[int], num_prompts: int | None = None) -> dict[str, str]:
     """Returns the diagnostics of the settings, and of the number of prompts if it is given, texts by name."""
-    found = {}
+    found = {
+        f"kernel/{name}": f"the kernel is left out, since {fault}; the plain form takes its place, see groupax doctor"
+        for name, fault in kernel_faults().items()
+    }
     wanted = args.prompts_per_step * args.updates_per_rollout
     if num_prompts is not None and num_prompts < wanted:
         found["few_prompts"] = (

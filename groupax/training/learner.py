@@ -134,12 +134,14 @@ class Learner:
         self.num_updates = 0
         self.longest = longest
         reduce_dtype = settings.fsdp_reduce_dtype
-        self.execution = execution_for(device.platform, "none", settings.scan_layers, fused, reduce_dtype)
+        self.execution = execution_for(device.platform, "none", None, fused, reduce_dtype)
         memory, choice = self.memory(), settings.gradient_checkpointing
+        layers = [x for x in jax.tree.leaves(self.policy["layers"]) if isinstance(x, jax.Array)]
+        scans = memory.scans_layers(settings.scan_layers, sum(x.addressable_shards[0].data.nbytes for x in layers))
         if choice == "auto":
             memory.check_longest_row()
         checkpointing = memory.checkpointing(choice, settings.micro_batch_tokens)
-        self.execution = replace(self.execution, checkpointing=checkpointing)
+        self.execution = execution_for(device.platform, checkpointing, scans, fused, reduce_dtype)
         self.num_shards = num_data_shards(self.mesh)
         self.shapes: list[Shape] = []
         self.entropy = EntropyState(settings.entropy.entropy_coef)

@@ -27,6 +27,8 @@ LEAST_FIRST: tuple[Checkpointing, ...] = ("none", "all_dots", "dots", "full")
 CPU_MICRO_BATCH_TOKENS, CPU_ACTIVATION_BYTES = 4096, 1.5e9
 # Smaller micro-batches make an accelerator's matmuls slower than recomputing more in larger ones.
 EFFICIENT_MICRO_BATCH_TOKENS = 4096
+# Half of the free memory is for activations, and gradients, logits and the compiler's copies share the rest.
+MAX_COPIED_FRAC = 0.25
 # Larger micro-batches do not make matmuls any faster.
 MAX_MICRO_BATCH_TOKENS = 65_536
 
@@ -81,6 +83,10 @@ class UpdateMemory:
             if tokens * self.bytes_per_token(way) <= 0.5 * self.free_bytes:
                 return way
         return "full"
+
+    def scans_layers(self, choice: bool | None, copied_bytes: float) -> bool | None:
+        """Returns the choice of a loop over layers; False if it is open and the loop's copy of weights is too large."""
+        return False if choice is None and copied_bytes > MAX_COPIED_FRAC * self.free_bytes else choice
 
     def check_longest_row(self) -> None:
         """Checks that the longest row fits if the backward pass recomputes everything.

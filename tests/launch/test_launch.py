@@ -68,7 +68,9 @@ def test_words_are_a_command_or_a_program():
             ["slurm", "--nodes", "2", "--server_nodes", "1", "--server_options=--port 1", "--", *TRAIN],
             "--port of the servers",
         ),
-        (["slurm", "--file", "/nowhere/a.sbatch", "--dry_run", "--", *TRAIN], "cannot be written"),
+        (["slurm", "--file", "/nowhere/a.sbatch", "--dry_run", "--skip_check", "--", *TRAIN], "cannot be written"),
+        (["slurm", "--file", __file__, "--dry_run", "--skip_check", "--", *TRAIN], "replace it with --force"),
+        (["slurm", "--dry_run", "--", *TRAIN, "--reward_funcs", "nowhere:f"], "there is no file it's $HOME.jsonl"),
     ],
 )
 def test_mistakes_are_told(argv, message, capsys):
@@ -277,8 +279,12 @@ def test_the_job_file_says_what_was_asked_for():
 
 def test_the_file_is_written_and_sbatch_called(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert launch(["slurm", "--dry_run", "--job_name", "one", "--", *TRAIN]) == 0
-    assert "wrote one.sbatch" in capsys.readouterr().out
+    own = ["slurm", "--dry_run", "--job_name", "one"]
+    assert launch([*own, "--", "train", "--recipe", "arithmetic", "--mesh", "1,4,1,1,1"]) == 0
+    assert "dry run: nothing is trained" in (out := capsys.readouterr().out)
+    assert "wrote one.sbatch" in out
+    assert launch([*own, "--skip_check", "--force", "--", *TRAIN]) == 0
+    assert "Qwen2.5-72B" in Path("one.sbatch").read_text()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match=r"sbatch is not installed here; one\.sbatch is written"):
         submit(Path("one.sbatch"))

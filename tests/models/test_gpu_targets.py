@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from groupax.parallel.accelerators import GPU_FLAGS, GPU_MEMORY_FRAC, GPUS, GpuHosts, gpu_hosts
+from groupax.parallel.accelerators import GPU_FLAGS, GPU_MEMORY_FRAC, GPUS, GpuHosts, chip_of, gpu_hosts
 from groupax.parallel.runtime import _use_most_of_a_gpu
-from groupax.satellites.planning.devices import prepare
+from groupax.satellites.planning.devices import prepare, target_config
 
 CUDA = Path(__file__).parents[2] / "build" / "cuda"
 needs_cuda = pytest.mark.skipif(
@@ -20,34 +20,37 @@ needs_cuda = pytest.mark.skipif(
 )
 
 
-def numbers(kind):
-    text = files("groupax.satellites.planning").joinpath("gpu_targets", f"{kind}.txtpb").read_text()
-    return {name: float(value) for name, value in re.findall(r"^  (\w+): ([\d.]+)$", text, re.MULTILINE)}
-
-
-def test_every_gpu_has_a_target_with_the_same_figures():
-    texts = {
-        path.name.removesuffix(".txtpb")
-        for path in files("groupax.satellites.planning").joinpath("gpu_targets").iterdir()
+def test_every_gpu_has_a_target_with_its_figures():
+    folder = files("groupax.satellites.planning").joinpath("gpu_targets")
+    assert {path.name.removesuffix(".txtpb") for path in folder.iterdir()} == {
+        gpu.architecture for gpu in GPUS.values()
     }
-    assert texts == set(GPUS)
-    for kind, chip in GPUS.items():
-        target = numbers(kind)
-        assert chip.memory_bytes == pytest.approx(GPU_MEMORY_FRAC * target["device_memory_size"], rel=1e-4)
-        assert chip.memory_bytes_per_s == pytest.approx(target["memory_bandwidth"], rel=1e-3)
+    for gpu in GPUS.values():
+        text = target_config(gpu)
+        found = {name: float(value) for name, value in re.findall(r"^  (\w+): ([\d.]+)$", text, re.MULTILINE)}
+        assert gpu.memory_bytes == pytest.approx(GPU_MEMORY_FRAC * found["device_memory_size"])
+        assert gpu.memory_bytes_per_s == found["memory_bandwidth"]
+        assert (gpu.num_cores, gpu.clock_ghz) == (found["core_count"], found["clock_rate_ghz"])
+        assert text.count(f'"{gpu.kinds[0]}"') == 2
+        assert chip_of(gpu.kinds[0]) is gpu
 
 
 def test_names_of_gpus():
-    assert gpu_hosts("H100-3 ") == GpuHosts("h100-3", "h100", 1, 3)
-    assert gpu_hosts("a100-40g-8") == GpuHosts("a100-40g-8", "a100-40g", 1, 8)
-    assert gpu_hosts("h100-64") == GpuHosts("h100-64", "h100", 8, 8)
+    assert gpu_hosts("H100-3 ") == GpuHosts("h100-3", GPUS["h100"], 1, 3)
+    assert gpu_hosts("a100-40g-8") == GpuHosts("a100-40g-8", GPUS["a100-40g"], 1, 8)
+    assert gpu_hosts("h100-64") == GpuHosts("h100-64", GPUS["h100"], 8, 8)
+    own = gpu_hosts("custom:24GB,1008GB/s,165TF-2").chip
+    assert (own.device_bytes, own.memory_bytes_per_s, own.flops) == (24e9, 1008e9, 165e12)
+    assert (own.architecture, own.num_cores) == ("sm89", GPUS["rtx4090"].num_cores)
+    assert chip_of("NVIDIA H100 80GB HBM3") is GPUS["h100"]
+    assert chip_of("NVIDIA L40") is None  # neither an L4 nor an L40S
 
 
 def test_a_missing_plugin_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr("groupax.satellites.planning.devices.has_cuda_plugin", lambda: False)
     monkeypatch.setattr("os.environ", {})
     with pytest.raises(
-        ValueError, match=rf"none in {tmp_path}; get it with pip install 'groupax\[cuda\]', or .* --target"
+        ValueError, match=rf"none in {tmp_path}; get it with pip install 'groupax\[cuda13\]', or .* --target"
     ):
         prepare("h100-8", cuda=tmp_path)
 

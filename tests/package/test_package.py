@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,7 +105,7 @@ WITHOUT_JAX = [
 LINES = {
     "__init__": 90,
     "__main__": 10,
-    "cli": 2330,
+    "cli": 2500,
     "compat": 3770,
     "core": 3430,
     "data": 3290,
@@ -112,22 +113,22 @@ LINES = {
     "episodes": 3250,
     "evaluation": 640,
     "events": 210,
-    "models": 9230,
+    "models": 9560,
     "objective": 950,
-    "parallel": 1680,
+    "parallel": 1940,
     "recipes": 1120,
     "rewards": 3530,
     "rollouts": 970,
-    "runs": 5670,
-    "satellites": 7240,
+    "runs": 5690,
+    "satellites": 7490,
     "serve": 4230,
     "sft": 310,
     "tools": 1240,
-    "trainer": 411,
-    "training": 2050,
+    "trainer": 424,
+    "training": 2060,
 }
-TEST_LINES = 31101
-FILES = 320
+TEST_LINES = 31349
+FILES = 325
 MODULES = 190  # that groupax.trainer imports, also inside of functions
 
 
@@ -291,6 +292,54 @@ def test_mistakes_are_told_in_one_line(argv, message, capsys):
     assert err.count("\n") == 1
 
 
+DRY = ["train", "--recipe", "arithmetic", "--dry_run", "--progress_bar", "none", "--output_dir", "{tmp}/run"]
+ROWS = ["--dataset", "{tmp}/rows.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--model", "{tmp}/cut"], "model.safetensors"),
+        (["--model", "{tmp}"], "is not a model"),
+        (["--mesh", "1,1,1,3,1"], "mesh"),
+        (["--lora_r", "8", "--lora_target_modules", "q_prj"], "q_prj"),
+        (["--max_completion_length", "100000"], "max_completion_length"),
+        (["--regex", "(a"], "regex"),
+        (["--output_dir", "{tmp}/rows.jsonl"], "rows.jsonl"),
+        (["--reward_weights", "1"], "reward_weights has 1 entries for 2 reward functions"),
+        ([*ROWS, "--reward_funcs", "nowhere:f"], "no module 'nowhere'"),
+        (
+            [*ROWS, *["--reward_weights", "1", "--correctness_reward", "broken", "--reward_funcs", "mine:broken"]],
+            "'broken' failed for the completion 'This is a completion.'",
+        ),
+        (["--dataset", "{tmp}/columns.jsonl"], "it needs the columns prompt and answer, it has text"),
+    ],
+)
+def test_a_dry_run_finds_each_mistake_and_writes_nothing(changes, message, tmp_path, capsys, monkeypatch):
+    shutil.copytree(load_recipe("arithmetic").model, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "mine.py").write_text("def broken(completions, **_):\n    return 1 / 0\n")
+    (tmp_path / "columns.jsonl").write_text('{"text": "1+1="}\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = sorted(tmp_path.rglob("*"))
+    assert main([each.format(tmp=tmp_path) for each in (*DRY, *changes)]) in (1, 2)
+    first, *more = capsys.readouterr().err.splitlines()
+    assert message in first
+    assert bool(more) == ("broken" in message)  # its traceback
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_shows_a_prompt_the_rewards_and_the_memory(tmp_path, capsys):
+    assert main([each.format(tmp=tmp_path) for each in (*DRY, "--lora_r", "8", "--mesh", "1,-1,1,1,1")]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for text in ("of which 78,848 are trained", "think_answer_correct 0.0", "<bos>(54-47)*9=", "GB of each of"):
+        assert text in out
+    assert not list(tmp_path.iterdir())
+
+
 NEED = {
     "serve": ["serve", "--model", "nowhere"],
     "view": ["view", "{tmp}"],
@@ -315,7 +364,7 @@ def test_a_missing_package_is_told_in_one_line_before_the_model_is_looked_for(
 
 def test_the_extras_are_those_of_the_package():
     names = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert names.keys() - {"cuda", "tpu", "test", "docs", "lint", "parity"} == EXTRAS.keys()
+    assert names.keys() - {"cuda13", "cuda12", "tpu", "test", "docs", "lint", "parity"} == EXTRAS.keys()
     assert {name: len(names[name]) for name in EXTRAS} == {name: len(modules) for name, modules in EXTRAS.items()}
 
 

@@ -124,7 +124,7 @@ def test_a_platform_without_devices_is_an_error_that_says_what_to_install():
     command, environment = [sys.executable, "-c", code], {**os.environ, "JAX_PLATFORMS": "cuda"}
     err = subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stderr
     assert "RunError: JAX_PLATFORMS is 'cuda' (unset it to use the devices that there are), and jax cannot start" in err
-    assert err.rstrip().endswith("; for cuda: pip install 'groupax[cuda]'")
+    assert err.rstrip().endswith("; for cuda: pip install 'groupax[cuda13]'")
 
 
 def test_the_installed_jaxlib_knows_the_flags(monkeypatch):

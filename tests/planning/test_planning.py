@@ -29,8 +29,9 @@ from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
 from groupax.models.kernels.triton_matmul import grouped_matmul
 from groupax.models.lora import LoRAConfig
+from groupax.models.params import shard_params
 from groupax.models.specs import model_specs
-from groupax.models.weights.nf4 import quantization_config
+from groupax.models.weights.nf4 import quantization_config, quantize_nf4
 from groupax.parallel.accelerators import Chip
 from groupax.parallel.mesh import make_mesh
 from groupax.runs.build import engine_for, learner_settings, lora_for
@@ -266,6 +267,7 @@ CASES = {
     "sp": ((1, 1, 1, 1, 4), {"top_entropy_quantile": 0.5, "num_iterations": 2}),
     "adapter": ((4, 1, 1, 1, 1), {"lora_r": 4, "lora_dropout": 0.1}),
     "split-adapter": ((1, 2, 1, 1, 2), {"lora_r": 4, "beta": 0.1, "dtype": "bfloat16", "updates_per_rollout": 2}),
+    "quantized": ((4, 1, 1, 1, 1), {"lora_r": 4, "base_weights": "nf4"}),
     "bfloat16": ((4, 1, 1, 1, 1), {"decoding_weights": "bfloat16", "rollout_correction": "token_truncate"}),
     "shared": ((4, 1, 1, 1, 1), {"decoding_tp": 2, "kv_cache_dtype": "bfloat16"}),
     "shared-as-trained": ((2, 1, 1, 2, 1), {"decoding_tp": 2}),
@@ -302,6 +304,10 @@ def test_what_is_planned_is_what_a_real_run_has(name, monkeypatch):
     lora = lora_for(args, None)
     run = trace_run(model.config, mesh, args, lora)
     programs = {program.name: program for program in run.programs}
+    if args.base_weights == "nf4":
+        specs = model_specs(model.config)
+        quantized = jax.tree.map(lambda spec, x: quantize_nf4(x) if spec.is_layer_matrix else x, specs, model.params)
+        model = replace(model, params=shard_params(model.config, mesh, quantized))
     model = add_adapter(model, lora) if lora else model
     learner = Learner(model, learner_settings(args), 10, longest)
 
@@ -405,8 +411,14 @@ def test_slices_and_virtual_devices_have_names(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mi300-8", "no TPU slice 'mi300-8'; kinds of slices are v4, v5e, v5p, v6e, e.g. v4-64 or v5e-32; kinds of GP"),
-        ("h100:8", "no GPUs 'h100:8'; kinds of GPUs are a100, a100-40g, h100, h200, b200, l40s, rtx4090, e.g. h100-8"),
+        (
+            "mi300-8",
+            "no GPUs 'mi300-8'; kinds of GPUs are t4, .*; TPU slices are e.g. v4, v5e, v5p, v6e-8; virtual CPU",
+        ),
+        ("rtx4080-1", r"custom:24GB,1008GB/s,165TF-1; did you mean rtx4090"),
+        ("custom:24,1008,165-1", "or your own figures, custom:24GB,1008GB/s,165TF-1"),
+        ("custom:0GB,1008GB/s,165TF-1", "or your own figures"),
+        ("h100:8", "no GPUs 'h100:8'; kinds of GPUs are t4, a10, .*, e.g. h100-8"),
         ("h100-12", "several hosts have 8 GPUs each, so that the number must be a multiple"),
         ("rtx4090-16", "plans for rtx4090 are limited to one host of at most 8 GPUs"),
         ("cpu:0", "virtual CPU devices are cpu:8"),
@@ -582,10 +594,7 @@ def test_what_does_not_fit_ends_with_status_1(config_file, tmp_path, few_bytes, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--lora_r", "4", "--base_weights", "nf4"],
-            "base_weights 'nf4' is not supported by plans; leave it at 'same'",
-        ),
+        (["--base_weights", "nf4"], "base_weights 'nf4' quantizes the base of an adapter; set lora_r"),
         (["--rollout_servers", "http://a:1"], "is not supported by plans"),
         (
             ["--max_staleness", "1", "--rollout_correction", "token_truncate"],
@@ -601,11 +610,11 @@ def test_runs_that_are_not_planned_for_are_refused(config_file, words, message, 
     assert message in capsys.readouterr().err
 
 
-def test_defaults_are_fitted_and_a_4_bit_base_is_planned_as_one_that_is_not(config_file, monkeypatch, capsys):
+def test_defaults_are_fitted_and_a_4_bit_base_is_planned_as_one(config_file, monkeypatch, capsys):
     planned = []
 
     def of_asked(config, request, *_, **__):
-        planned.append((config, request.args.max_completion_length))
+        planned.append((config, request.args.max_completion_length, request.args.base_weights))
         raise Recorded
 
     monkeypatch.setattr(fitting, "make_plan", of_asked)
@@ -613,9 +622,8 @@ def test_defaults_are_fitted_and_a_4_bit_base_is_planned_as_one_that_is_not(conf
     command, positions = ["plan", "--devices", "cpu:4", "--model", str(config_file)], SMALL["max_position_embeddings"]
     with pytest.raises(Recorded):
         main([*command, "--recipe", "gsm8k", "--lora_r", "4"])
-    assert planned == [(read_config(SMALL), positions // 2)]
+    assert planned == [(read_config(SMALL), positions // 2, "nf4")]
     told = capsys.readouterr().err
     assert f"completions have at most {positions // 2} tokens instead of the default 512" in told
-    assert "the base has 4-bit weights; the plan assumes that it is not quantized" in told
     assert main(command) == 2
     assert "have 4 bits; train an adapter" in capsys.readouterr().err

@@ -115,6 +115,8 @@ def test_micro_batches_follow_the_memory():
     assert memory(1e15).fitting_tokens("none") == 65_536
     assert memory(1e3).fitting_tokens("full") == 1024
     assert memory(float("inf")).fitting_tokens("none") == 1024, "of 1.5 GB, on CPU"
+    assert [memory(4e9).scans_layers(choice, 2e9) for choice in (None, True)] == [False, True]
+    assert memory(9e9).scans_layers(None, 2e9) is None
     assert memory(float("inf"), num_hidden_layers=2).fitting_tokens("none") == 4096
 
 

@@ -51,7 +51,8 @@ class UpdateSettings:
     with weights, "all_dots" all but matmuls and fused attention. "auto" recomputes as little as the memory allows for
     the longest row, and nothing on CPU. Results change by rounding at most; a resumed run keeps its choice."""
     scan_layers: bool | None = setting(None, resume="free")
-    """Compile identical layers once, as a loop over them, which copies their weights; None does so on accelerators."""
+    """Compile identical layers once, as a loop over them, which copies their weights; None does so on accelerators that
+    have memory for the copy."""
     attn_implementation: AttnImplementation = setting("auto", resume="free")
     """Attention in updates: "plain" runs anywhere, "fused" uses a kernel of the accelerator that keeps scores out of
     its memory, "auto" uses the kernel where there is one for the model. See docs/architecture.md."""

@@ -16,6 +16,7 @@ from groupax.models import attention
 from groupax.models.attention import LayerCache, Prompts, attend_past
 from groupax.models.config import AttentionConfig, Chunks, ModelConfig
 from groupax.models.execution import FusedAttention
+from groupax.parallel.kernels import kernel_faults
 from groupax.parallel.runtime import cuda_capability
 
 # By a TPU v4's stated peaks (planning.counting; 32 query heads over 8 kv heads of 128 dims) splash takes about half of
@@ -28,6 +29,9 @@ MAX_EXTRA_SCORES = 4
 # have more dims.
 _FIRST_CAPABILITY, _FEW_DIMS = (8, 0), 128
 _WIDE_CAPABILITY, _MANY_DIMS = (9, 0), 256
+
+
+_KERNELS: dict[str, Literal["splash", "cudnn"]] = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}
 
 
 def select_fused_attention(
@@ -45,7 +49,7 @@ def select_fused_attention(
         return None
     reason = _unsupported_reason(device, config, str(dtype))
     if reason is None:
-        return FusedAttention("splash" if device.platform == "tpu" else "cudnn")
+        return FusedAttention(_KERNELS[device.platform])
     if implementation == "fused":
         raise ValueError(f"attn_implementation is 'fused', but {reason}; set it to 'auto' or 'plain'")
     return None
@@ -55,6 +59,8 @@ def _unsupported_reason(device: Any, config: ModelConfig, dtype: str) -> str | N
     """Returns why there is no kernel, or None if there is one."""
     if any(isinstance(window, Chunks) for window in config.windows):
         return "no kernel has the mask of chunks that this model attends to, which start with each row"
+    if fault := kernel_faults().get(_KERNELS.get(device.platform, "")):
+        return f"its kernel was left out on this machine: {fault}"
     if device.platform == "tpu":
         return None
     if device.platform not in ("gpu", "cuda"):
@@ -151,7 +157,7 @@ def select_attend_past(device: Any, config: ModelConfig | None = None, by_block:
     if is_plain:
         return partial(attend_past, by_block=by_block)
     capability = cuda_capability(device)
-    if capability is None or capability < TRITON_CAPABILITY:
+    if capability is None or capability < TRITON_CAPABILITY or "decode_attention" in kernel_faults():
         return partial(attend_past, by_block=by_block)
     from groupax.models.kernels import triton_attention
 

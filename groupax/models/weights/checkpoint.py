@@ -21,7 +21,15 @@ from groupax.models.adapted import FrozenBase, apply_adapter
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config, text_config
 from groupax.models.families.gpt_oss import without_mxfp4
-from groupax.models.lora import Adapter, LoRAConfig, adapter_base, init_adapter, read_adapter, read_lora_config
+from groupax.models.lora import (
+    Adapter,
+    LoRAConfig,
+    adapter_base,
+    adapter_specs,
+    init_adapter,
+    read_adapter,
+    read_lora_config,
+)
 from groupax.models.params import init_params, param_shardings, shard_params, split_dims
 from groupax.models.specs import HEAD, Params, Spec, embedding_name, model_specs, num_params, spec_leaves
 from groupax.models.weights.casts import is_quantized
@@ -97,6 +105,7 @@ def load_model(
     base: str | os.PathLike[str] | None = None,
     max_positions: int | None = None,
     replicated: Collection[str] = (),
+    is_abstract: bool = False,
 ) -> Model:
     """Loads a causal language model from a folder or, if there is no such folder, from the Hugging Face Hub.
 
@@ -112,6 +121,7 @@ def load_model(
         max_positions: Longest sequence; None for the value in `config.json`, or for the original context if longer
             sequences need other rotary embeddings ("longrope"). It applies to all sequences (see `rope.frequencies`).
         replicated: Dims that may be replicated if they are not divisible by the mesh.
+        is_abstract: Whether to return shapes in the place of weights, whose files are checked but not read.
 
     Raises:
         ValueError: The folder is not a model's, its config or weights are unsupported, damaged or incomplete, or its
@@ -122,7 +132,8 @@ def load_model(
     folder = resolve_folder(name_or_path)
     if (folder / ADAPTER_NAME).is_file():
         options = {"dtype": dtype, "mesh": mesh, "weights": weights, "max_positions": max_positions}
-        return _load_with_base(name_or_path, folder, base, {**options, "replicated": replicated})
+        options |= {"replicated": replicated, "is_abstract": is_abstract}
+        return _load_with_base(name_or_path, folder, base, options)
     if base is not None:
         raise ValueError(f"{name_or_path} is a model and not an adapter; it has no base ({base})")
     whole_config, generation_config, config = _read_settings(folder)
@@ -150,9 +161,13 @@ def load_model(
         tensors[HEAD].close()
     mesh = mesh or default_mesh(4 * num_params(config))
     _check_mesh(config, mesh, replicated, in_4_bits or weights != "same")
-    load = make_weight_loader(mesh, tensors, dtype, weights, quantized)
+    load = _shape_of if is_abstract else make_weight_loader(mesh, tensors, dtype, weights, quantized)
     params = jax.tree.map(load, model_specs(config), param_shardings(config, mesh))
     return Model(config, params, mesh, hf_config, generation_config, folder, _absolute(name_or_path))
+
+
+def _shape_of(spec: Spec, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=sharding)
 
 
 def _read_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any], ModelConfig]:
@@ -204,11 +219,16 @@ def _load_with_base(name_or_path: str | os.PathLike[str], folder: Path, base: An
 def add_adapter(model: Model, lora: LoRAConfig, seed: int = 0) -> Model:
     """Returns the model with a new adapter, which changes nothing yet; the base's weights are not copied.
 
+    The adapter of an abstract model has specs in the place of weights.
+
     Raises:
         ValueError: The model has an adapter already, or the adapter's settings do not fit it.
     """
     if model.adapter is not None:
         raise ValueError(f"{model.name or 'the model'} has an adapter already; merge it first, or train that one")
+    if isinstance(model.params["embed"], jax.ShapeDtypeStruct):
+        frozen, specs = FrozenBase(model.params, np.float32(lora.scale)), adapter_specs(model.config, lora)
+        return replace(model, adapter=Adapter(lora, frozen, specs, model.name))
     trained = init_adapter(model.config, lora, model.params, jax.random.key(seed), _replicated(model.mesh))
     return _with_adapter(model, lora, trained)
 

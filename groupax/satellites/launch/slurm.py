@@ -68,7 +68,11 @@ class Slurm:
     notice_s: int = 300
     """Seconds before the time limit at which the run is asked to save its state."""
     file: Path | None = None
-    """File to write; by default JOB_NAME.sbatch in this folder. Replaced if it exists."""
+    """File to write; by default JOB_NAME.sbatch in this folder."""
+    force: bool = False
+    """Replace the file if it exists."""
+    skip_check: bool = False
+    """Write the file without the dry run of groupax train, e.g. where model and data are only on the nodes."""
     dry_run: bool = False
     """Write the file without submitting it."""
 
@@ -112,11 +116,14 @@ def _seconds(time: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def write_script(text: str, file: Path) -> Path:
-    """Writes the job script and returns its path."""
+def write_script(text: str, file: Path, force: bool = False) -> Path:
+    """Writes the job script, in the place of an existing file only by force, and returns its path."""
     try:
-        file.write_text(text, encoding="utf-8")
+        with file.open("w" if force else "x", encoding="utf-8") as script:
+            script.write(text)
         file.chmod(0o755)
+    except FileExistsError:
+        raise ValueError(f"{file} exists; replace it with --force, or give another --file or --job_name") from None
     except OSError as error:
         raise ValueError(f"{file} cannot be written: {error.strerror or error}") from error
     return file

@@ -12,13 +12,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from groupax.core.config import GRPOConfig
-from groupax.models.adapted import FrozenBase
+from groupax.core.settings.optimizer import BaseWeights
+from groupax.models.adapted import FrozenBase, apply_adapter
 from groupax.models.config import ModelConfig
 from groupax.models.execution import Execution, execution_for
 from groupax.models.kernels.fused_attention import select_fused_attention
 from groupax.models.lora import LoRAConfig, adapter_specs
 from groupax.models.params import partition_specs
-from groupax.models.specs import Params, model_specs
+from groupax.models.specs import Params, Spec, model_specs
+from groupax.models.weights.nf4 import quantize_nf4
 from groupax.parallel.collectives import HOST, is_on_host
 from groupax.runs.build import learner_settings
 from groupax.training.memory import UpdateMemory, compute_dtype
@@ -88,7 +90,11 @@ class AbstractModel:
         self.dtype: Any = compute_dtype(self.platform, args.dtype)
         self.fused = select_fused_attention(args.attn_implementation, device, config, self.dtype)
         self.optimizer = make_optimizer(self.settings.optimizer, make_schedule(self.settings.schedule, _STEPS))
-        weights = self.on_mesh(_in_dtype(model_specs(config), self.dtype))
+        if args.base_weights != "same" and lora is None:
+            raise ValueError(
+                f"base_weights {args.base_weights!r} quantizes the base of an adapter; set lora_r, e.g. to 16"
+            )
+        weights = self.on_mesh(_stored(model_specs(config), self.dtype, args.base_weights))
         frozen = {"vision"} & set(weights) if args.freeze_vision_tower and not lora else set()
         specs = {name: spec for name, spec in model_specs(config).items() if name not in frozen}
         trained = _in_dtype(adapter_specs(config, lora) if lora else specs, jnp.float32)
@@ -138,7 +144,20 @@ class AbstractModel:
         )
         chosen = memory.checkpointing(args.gradient_checkpointing, args.micro_batch_tokens)
         tokens = args.micro_batch_tokens or memory.fitting_tokens(chosen)
-        return execution_for(self.platform, chosen, args.scan_layers, self.fused, args.fsdp_reduce_dtype), tokens
+        scans = memory.scans_layers(
+            args.scan_layers, device_bytes({"": apply_adapter(self.frozen, self.policy)["layers"]})
+        )
+        return execution_for(self.platform, chosen, scans, self.fused, args.fsdp_reduce_dtype), tokens
+
+
+def _stored(specs: Any, dtype: Any, weights: BaseWeights) -> Any:
+    """Returns the weights as they are loaded."""
+
+    def stored(spec: Spec) -> Any:
+        array = jax.ShapeDtypeStruct(spec.shape, dtype)
+        return jax.eval_shape(quantize_nf4, array) if weights == "nf4" and spec.is_layer_matrix else array
+
+    return jax.tree.map(stored, specs)
 
 
 def _in_dtype(specs: Any, dtype: Any) -> Any:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from groupax.parallel.accelerators import (
-    CHIPS,
     GPUS,
     TPUS,
     Chip,
+    Gpu,
     GpuHosts,
     Slice,
     gpu_hosts,
@@ -85,7 +85,7 @@ def _prepare_cuda(folder: Path) -> None:
     if not (folder / "jax_plugins").is_dir():
         raise ValueError(
             f"compiling for NVIDIA GPUs needs jax's CUDA plugin, which needs neither a GPU nor a driver, and there is "
-            f"none in {folder}; get it with pip install 'groupax[cuda]', or in a separate folder, which takes 1.4 GB, "
+            f"none in {folder}; get it with pip install 'groupax[cuda13]', or in a separate folder (1.4 GB) "
             f"with pip install --no-deps --target {folder} jax-cuda13-plugin=={version('jax')} "
             f"jax-cuda13-pjrt=={version('jax')} nvidia-cudnn-cu13"
         )
@@ -112,14 +112,33 @@ def find_target(name: str) -> Target:
     try:
         if isinstance(requested, GpuHosts):
             text = f"{requested.num_hosts}x1x{requested.gpus_per_host}"
-            config = files("groupax.satellites.planning").joinpath("gpu_targets", f"{requested.kind}.txtpb").read_text()
+            config = target_config(requested.chip)
             topology = topologies.get_topology_desc(platform="cuda", topology=text, target_config=config)
         else:
             text = f"{requested.kind}:{'x'.join(map(str, requested.sides))}"
             topology = topologies.get_topology_desc(text, platform="tpu", **_slice_settings(requested))
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"XLA does not know {requested.name} ({text}): {error}") from error
-    return Target(requested.name, tuple(topology.devices), CHIPS[requested.kind])
+    chip = requested.chip if isinstance(requested, GpuHosts) else TPUS[requested.kind]
+    return Target(requested.name, tuple(topology.devices), chip)
+
+
+def target_config(gpu: Gpu) -> str:
+    """Returns XLA's text of a GPU, a GpuTargetConfigProto: that of its architecture with the GPU's own figures."""
+    text = files("groupax.satellites.planning").joinpath("gpu_targets", f"{gpu.architecture}.txtpb").read_text()
+    figures = {
+        "name": f'"{gpu.kinds[0]}"',
+        "core_count": gpu.num_cores,
+        "clock_rate_ghz": gpu.clock_ghz,
+        "device_memory_size": int(gpu.device_bytes),
+        "memory_bandwidth": int(gpu.memory_bytes_per_s),
+        "l2_cache_size": gpu.l2_bytes,
+    }
+    for name, figure in figures.items():
+        text = re.sub(rf"^  {name}: .*$", f"  {name}: {figure}", text, flags=re.MULTILINE)
+    return re.sub(
+        r"^device_description_str: .*$", f"device_description_str: {figures['name']}", text, flags=re.MULTILINE
+    )
 
 
 def _slice_settings(requested: Slice) -> dict[str, Any]:
@@ -132,16 +151,14 @@ def _slice_settings(requested: Slice) -> dict[str, Any]:
 def absent_devices(name: str) -> Slice | GpuHosts:
     """Returns the TPU slice or the GPUs of a name."""
     words = name.strip().lower()
-    if words.startswith(tuple(GPUS)):
-        return gpu_hosts(words)
-    try:
+    if re.match(r"(tpu[ -])?v\d", words):
         return tpu_slice(words)
+    try:
+        return gpu_hosts(words)
     except ValueError as error:
-        if words.startswith(tuple(TPUS)):
+        if words.startswith(tuple(GPUS)):
             raise
-        raise ValueError(
-            f"{error}; kinds of GPUs are {', '.join(GPUS)}, e.g. h100-8; virtual CPU devices are cpu:8"
-        ) from None
+        raise ValueError(f"{error}; TPU slices are e.g. {', '.join(TPUS)}-8; virtual CPU devices are cpu:8") from None
 
 
 def _num_cpus(name: str) -> int:

@@ -51,7 +51,7 @@ ACTIVATIONS, LOGITS = "activations", "logits"  # kinds of temporary memory
 _LENGTH = "max_completion_length"
 _UNLIMITED = 1e15  # bytes
 # Settings for which only one value is supported by plans.
-_PLANNED: dict[str, Any] = {"base_weights": "same", "max_staleness": 0, "rollout_servers": ()}
+_PLANNED: dict[str, Any] = {"max_staleness": 0, "rollout_servers": ()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +98,7 @@ def trace_run(
     """
     if like:
         args = replace(args, gradient_checkpointing=like.checkpointing, micro_batch_tokens=like.micro_batch_tokens)
+        args = replace(args, scan_layers=any(program.scans_layers for program in like.programs))
     model_state = AbstractModel(config, mesh, args, lora)
     limit = math.inf if memory_bytes is None else memory_bytes
     left = math.inf if like else limit - device_bytes(model_state.residents)

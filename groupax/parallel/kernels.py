@@ -1,0 +1,168 @@
+"""The kernels to leave out on this machine, since they do not compile, are wrong or slow. Imports no jax.
+
+They are found by a process that runs each kernel before its first use (`models.kernels.check`), and that may die or
+hang in the place of the run. What it finds is kept on disk until the GPUs, their driver, jax or the kernels change.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from groupax.core.settings import environment as env
+
+logger = logging.getLogger(__name__)
+
+CHECKS, EMULATED = (f"groupax.models.kernels.check:{name}" for name in ("CHECKS", "EMULATED"))
+START_S, CASE_S = 180.0, 60.0  # that the process may take to find its device, and for a case
+POLL_S = 0.05
+NVIDIA_KERNELS = "cudnn", "decode_attention", "grouped_matmul"
+_LIBRARIES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+_SOURCES = Path(__file__).parents[1] / "models"
+_faults: dict[str, str] = {}
+
+
+def kernel_faults() -> Mapping[str, str]:
+    """Returns the kernels to leave out, with the reasons."""
+    return _faults
+
+
+def find_kernel_faults() -> None:
+    """Finds the kernels to leave out on this machine's NVIDIA GPUs, and warns of each; call it before jax is used.
+
+    If they cannot be checked, all are left out.
+    """
+    if os.environ.get("JAX_PLATFORMS", "cuda").partition(",")[0] not in ("cuda", "gpu") or not (gpus := nvidia_gpus()):
+        return
+    try:
+        found = known_findings(gpus)
+    except OSError as error:
+        found = [{"kernel": name, "fault": f"it could not be checked: {error}"} for name in NVIDIA_KERNELS]
+    _faults.update(faults_in(found))
+    for kernel, fault in _faults.items():
+        logger.warning("the kernel %s is left out, the plain form takes its place (groupax doctor): %s", kernel, fault)
+
+
+def faults_in(found: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Returns the first fault of each kernel that has one."""
+    faults: dict[str, str] = {}
+    for each in found:
+        if each["fault"]:
+            faults.setdefault(each["kernel"], each["fault"])
+    return faults
+
+
+def nvidia_gpus() -> list[str]:
+    """Returns the name and the driver's version of each GPU; empty if there is none, or no driver."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.strip().splitlines()
+
+
+def known_findings(gpus: Sequence[str], checks: str = CHECKS) -> list[dict[str, Any]]:
+    """Returns the findings on these GPUs, from disk if they are known; of several processes one checks."""
+    file = cache_file(gpus)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{file}.lock"):
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(file.read_text(encoding="utf-8"))
+        found = examined_kernels(checks)
+        file.write_text(json.dumps(found), encoding="utf-8")
+        return found
+
+
+def cache_file(gpus: Sequence[str]) -> Path:
+    """Returns the file that keeps the findings on these GPUs with the present libraries and kernels."""
+    digest = hashlib.sha256(json.dumps([*gpus, *versions_of(_LIBRARIES).items()]).encode())
+    for path in sorted(_SOURCES.rglob("*attention*.py")) + sorted(_SOURCES.glob("kernels/*.py")):
+        digest.update(path.read_bytes())
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "groupax" / "kernels"
+    return folder / f"{digest.hexdigest()[:16]}.json"
+
+
+def versions_of(libraries: Sequence[str]) -> dict[str, str]:
+    """Returns the versions of those that are installed."""
+    found = {}
+    for name in libraries:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def examined_kernels(checks: str = CHECKS, start_s: float = START_S, case_s: float = CASE_S) -> list[dict[str, Any]]:
+    """Checks kernels in another process, which is started again without a kernel that it died or hung in.
+
+    Args:
+        checks: Reference of the checks.
+        start_s: Longest time until it knows its device.
+        case_s: Longest time of a case.
+
+    Raises:
+        OSError: The process does not start, or finds no device.
+    """
+    found: list[dict[str, Any]] = []
+    left: list[str] | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        while left is None or left:
+            out = Path(folder, f"{len(found)}.jsonl")
+            end = _run(checks, left or (), out, start_s, case_s)
+            lines = [json.loads(line) for line in _lines(out)]
+            if not lines:
+                raise OSError(f"the process that checks kernels {end or 'found nothing'}")
+            found += [line for line in lines if "fault" in line]
+            if not end:
+                return found
+            last = lines[-1]
+            case = last.get("case", "")
+            kernel = last.get("kernel", lines[0]["kernels"][0])
+            found.append({"kernel": kernel, "case": case, "fault": f"its process {end}"})
+            kernels = lines[0]["kernels"]
+            left = kernels[kernels.index(kernel) + 1 :]
+    return found
+
+
+def _run(checks: str, names: Sequence[str], out: Path, start_s: float, case_s: float) -> str:
+    """Runs the process, and returns how it failed; an empty text if it did not."""
+    own = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "JAX_TRACEBACK_FILTERING": "off",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    dropped = (env.COORDINATOR, env.NUM_PROCESSES, env.PROCESS_INDEX)
+    environment = {name: value for name, value in os.environ.items() if name not in dropped} | own
+    command = [sys.executable, "-m", "groupax.models.kernels.check", str(out), checks, *names]
+    limit_s, num_lines = start_s, 0
+    deadline_s = time.monotonic() + limit_s
+    with tempfile.TemporaryFile() as errors, subprocess.Popen(command, env=environment, stderr=errors) as process:
+        while process.poll() is None:
+            if (number := len(_lines(out))) > num_lines:
+                num_lines, limit_s = number, case_s
+                deadline_s = time.monotonic() + limit_s
+            if time.monotonic() > deadline_s:
+                process.kill()
+                return f"does not end within {limit_s:g} s"
+            time.sleep(POLL_S)
+        errors.seek(0)
+        text = errors.read().decode(errors="replace").strip().splitlines()
+    return f"ended with status {process.returncode}: {text[-1] if text else ''}" if process.returncode else ""
+
+
+def _lines(file: Path) -> list[str]:
+    """Returns the whole lines of a file that another process may be writing."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
