@@ -56,6 +56,13 @@ QWEN3_06B = {
     "num_attention_heads": 16,
     "intermediate_size": 3072,
 }
+QWEN3_17B = {
+    **_QWEN3,
+    "hidden_size": 2048,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "intermediate_size": 6144,
+}
 QWEN3_4B = {
     **_QWEN3,
     "hidden_size": 2560,

@@ -19,34 +19,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from models import QWEN_05B, show
+from models import QWEN3_4B, QWEN3_30B_A3B, QWEN25_7B, QWEN_05B, show
 
 from groupax.satellites.planning.devices import prepare
 from groupax.satellites.planning.tables import KINDS, milliseconds
 
-QWEN_7B: dict[str, Any] = {
-    **QWEN_05B,
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-}
-QWEN3_4B: dict[str, Any] = {
-    **QWEN_05B,
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 2560,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 9728,
-    "max_position_embeddings": 40960,
-}
+QWEN_7B: dict[str, Any] = {**QWEN25_7B, "max_position_embeddings": 32768}
 QWEN3_8B: dict[str, Any] = {
     **QWEN3_4B,
     "hidden_size": 4096,
@@ -72,21 +50,6 @@ LLAMA_70B: dict[str, Any] = {
     "intermediate_size": 28672,
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
-}
-QWEN3_30B: dict[str, Any] = {
-    **QWEN3_4B,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "tie_word_embeddings": False,
 }
 GPT_OSS_20B: dict[str, Any] = {
     "model_type": "gpt_oss",
@@ -153,7 +116,7 @@ SHOWS: dict[str, tuple[dict[str, Any], str, str]] = {
         f"--prompts_per_step 16 {SHORT} --lora_r 16 --gradient_checkpointing full --scan_layers False",
     ),
     "qwen3-30b-a3b": (
-        QWEN3_30B,
+        QWEN3_30B_A3B,
         "h100-8",
         f"--prompts_per_step 64 {SHORT} --mesh 1,-1,1,1,1 --gradient_checkpointing full --decoding_tp 4 "
         "--scan_layers False --micro_batch_tokens 4096",

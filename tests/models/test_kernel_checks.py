@@ -1,14 +1,16 @@
 """Kernels that a device does not run well are found in another process and left out; `groupax doctor` shows them."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from groupax import GRPOConfig
-from groupax.cli.main import main
 from groupax.models import attention
 from groupax.models.families import read_config
 from groupax.models.kernels.check import EMULATED, examined
@@ -127,9 +129,17 @@ def test_drivers_and_plugins_fit_or_there_is_a_command(gpus, plugins, found, rem
 
 
 @pytest.mark.heavy
-def test_the_doctor_looks_at_this_machine(tmp_path, capsys):
-    status = main(["doctor", "--json", str(tmp_path / "doctor.json")])
-    out, record = capsys.readouterr().out, json.loads((tmp_path / "doctor.json").read_text())
-    assert status == ("to look at" in out)
-    assert "a small model trains: steps of" in out
-    assert record["numbers"]["peaks"]["bytes_per_s"] > 1e8
+def test_what_a_device_is_asked_first_works_on_this_machine(tmp_path):
+    """The acceptance of a lent GPU, with tiny shapes; `groupax doctor` is its first part."""
+    out = tmp_path / "out.json"
+    script = Path(__file__).parents[2] / "dev" / "on_device.py"
+    command = [sys.executable, str(script), "run", str(out), "--emulate"]
+    subprocess.run(command, check=True, timeout=560, capture_output=True)
+    found = json.loads(out.read_text())
+    assert {name: found[name]["fault"] for name in found["seconds"] if "fault" in found[name]} == {}
+    assert found["doctor"]["numbers"]["peaks"]["bytes_per_s"] > 1e8
+    assert "a small model trains" in found["doctor"]["rows"][-1]["found"]
+    assert found["tiny, all weights"]["logp_diff_max"] < 1e-4
+    assert found["kill and resume"] == {"same_bits": True, "steps": 6}
+    shown = subprocess.run([*command[:2], "table", str(out)], check=True, capture_output=True, text=True).stdout
+    assert "| tiny, all weights | " in shown

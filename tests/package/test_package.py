@@ -127,7 +127,7 @@ LINES = {
     "trainer": 424,
     "training": 2060,
 }
-TEST_LINES = 31349
+TEST_LINES = 31359
 FILES = 325
 MODULES = 190  # that groupax.trainer imports, also inside of functions
 
