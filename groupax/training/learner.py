@@ -137,7 +137,8 @@ class Learner:
         self.execution = execution_for(device.platform, "none", None, fused, reduce_dtype)
         memory, choice = self.memory(), settings.gradient_checkpointing
         layers = [x for x in jax.tree.leaves(self.policy["layers"]) if isinstance(x, jax.Array)]
-        scans = memory.scans_layers(settings.scan_layers, sum(x.addressable_shards[0].data.nbytes for x in layers))
+        copied_bytes = float(sum(x.addressable_shards[0].data.nbytes for x in layers))
+        scans = memory.scans_layers(settings.scan_layers, copied_bytes)
         if choice == "auto":
             memory.check_longest_row()
         checkpointing = memory.checkpointing(choice, settings.micro_batch_tokens)
