@@ -41,7 +41,8 @@ def doctor(arguments: Sequence[str]) -> int:
 
     for each in (*checks.software(), *checks.machine()):
         show(each)
-    parts = {"peaks": checks.peaks, "kernels": lambda: checks.kernels(command.emulate), "training": checks.training}
+    # kernels first, whose findings the other parts use
+    parts = {"kernels": lambda: checks.kernels(command.emulate), "peaks": checks.peaks, "training": checks.training}
     for name, part in parts.items():
         found, numbers[name] = part()
         for each in found:

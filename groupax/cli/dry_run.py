@@ -1,6 +1,7 @@
 """`groupax train --dry_run`: everything of a run up to its first step, except for the weights."""
 
 import math
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -11,30 +12,39 @@ import jax
 import numpy as np
 
 from groupax.core.config import GRPOConfig
-from groupax.core.errors import RewardError
+from groupax.core.settings import environment as env
 from groupax.core.settings.compute import mesh_sizes
-from groupax.core.types import Rollout
+from groupax.core.storage.buckets import is_remote
+from groupax.core.terminal.printable import error_line
+from groupax.core.types import Rollout, TrainerState
 from groupax.engine.constraints import ConstraintCompiler
 from groupax.models.lora import LoRAConfig
+from groupax.models.weights.casts import is_quantized
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel.memory import free_memory_bytes
+from groupax.rewards.runner import RewardRunner
 from groupax.runs.build import check_constraint, model_for
+from groupax.runs.checkpoints.choose import split_path, store_of
 from groupax.runs.header import model_facts
 from groupax.runs.progress.display import fact_lines
 from groupax.satellites.planning.abstract import DoesNotFitError, device_bytes
-from groupax.satellites.planning.run import estimated_temporaries, trace_run
+from groupax.satellites.planning.run import estimated_temporaries, trace_run, unplanned_setting
 from groupax.trainer import GRPOTrainer
 
 COMPLETION = "This is a completion."  # that the rewards are tried on
 SHOWN = 1200  # characters of a prompt
 
 
-def use_devices_for(args: GRPOConfig) -> None:
-    """Makes as many virtual devices as the mesh has; call this before jax is used. GPUs and TPUs come first."""
-    shapes = [mesh_sizes(mesh) for mesh in (args.mesh, args.mesh_dcn) if mesh is not None]
-    if shapes:
+def use_devices_for(args: GRPOConfig) -> GRPOConfig:
+    """Makes as many virtual devices as the mesh has, before jax is used, and returns settings without slices.
+
+    GPUs and TPUs come first, if there are any.
+    """
+    if args.mesh is not None:
+        number = math.prod(size for size in mesh_sizes(args.mesh) if size > 0)
         with suppress(RuntimeError):  # jax is in use already
-            jax.config.update("jax_num_cpu_devices", math.prod(size for shape in shapes for size in shape if size > 0))
+            jax.config.update("jax_num_cpu_devices", max(1, number // int(os.environ.get(env.NUM_PROCESSES, "1"))))
+    return replace(args, mesh_dcn=None)
 
 
 class DryRun(GRPOTrainer):
@@ -46,6 +56,15 @@ class DryRun(GRPOTrainer):
 
     def prepare_devices(self, longest: tuple[int, int]) -> None:
         """Plans the memory of the devices."""
+        model, (run, step) = self.start_model, split_path(self.args.resume)
+        if model.adapter is None and is_quantized(model.params):
+            raise ValueError(
+                "the weights are quantized and cannot be trained; train an adapter: set lora_r, e.g. to 16"
+            )
+        if run not in ("auto", "never") and not is_remote(run):
+            steps = store_of(run, self.run_folder.path).steps()
+            if not steps or step not in (None, *steps):
+                raise ValueError(f"resume {self.args.resume!r}: there is no such checkpoint")
         constraints = ConstraintCompiler(self.tokenizer, self.start_model.config.vocab_size, self.eos_ids)
         check_constraint(self.args, self.rules, constraints)
         self._memory = self._planned_memory(longest)
@@ -54,7 +73,7 @@ class DryRun(GRPOTrainer):
         """Returns what was found, with a prompt as the model sees it and the rewards of a completion.
 
         Raises:
-            RewardError: A reward function failed.
+            RewardError: A reward function failed, and `reward_errors` is "raise".
         """
         facts = {**model_facts(self.start_model), "data": self.dataset_name, **self.facts()}
         facts |= {"memory": self._memory, "rewards": self._tried_rewards()}
@@ -68,13 +87,15 @@ class DryRun(GRPOTrainer):
     def _planned_memory(self, longest: tuple[int, int]) -> str:
         model, args = self.start_model, replace(self.args, max_prompt_length=longest[0])
         lora, mesh = model.adapter and model.adapter.config, model.mesh
+        if model.adapter is not None and is_quantized(model.adapter.frozen.params):
+            args = replace(args, base_weights="nf4")
+        if unplanned := unplanned_setting(args):
+            return f"not planned: {unplanned}"
         free, is_cpu = free_memory_bytes(mesh), mesh.devices.flat[0].platform == "cpu"
         try:
             run = trace_run(model.config, mesh, args, lora, None if is_cpu else free)
         except DoesNotFitError as error:
             raise ValueError(f"{error}; groupax plan looks for settings or devices that fit") from None
-        except ValueError as error:
-            return f"not planned: {error}"
         temporaries: Mapping[str, Mapping[str, Any]] = estimated_temporaries(model.config, mesh, args, run)
         peaks = {
             each.name: device_bytes({**run.residents, **each.arguments}) + sum(temporaries.get(each.name, {}).values())
@@ -98,11 +119,13 @@ class DryRun(GRPOTrainer):
         given |= {"sampler_logps": logps, "finish_reason": "stop", "policy_version": 0, "text": COMPLETION}
         example, number = self.prompts.examples[0], self.args.num_generations
         group = [Rollout(prompt_index=0, sample_index=index, example=example, **given) for index in range(number)]
-        with self.reward_runner as runner:
+        functions = [reward for reward in self.rewards if not reward.on_device]
+        with RewardRunner(functions, self.args) as runner:
+            runner.state = TrainerState(num_steps=self.num_steps)
             scored = runner.score([group])
+        values = {reward.name: "not tried" for reward in self.rewards}
+        values |= {name: str(value) for name, value in scored.groups[0][0].rewards.items()}
         for name, error in scored.errors.items():
-            raise RewardError(f"the reward function {name!r} failed for the completion {COMPLETION!r}:\n{error}")
-        values = scored.groups[0][0].rewards.items()
-        return (
-            f"{', '.join(f'{name} {value}' for name, value in values)} for {COMPLETION!r}, in {scored.reward_s:.2g} s"
-        )
+            values[name] = f"FAILED ({error_line(error.strip().splitlines()[-1])})"
+        shown = ", ".join(f"{name} {value}" for name, value in values.items())
+        return f"{shown} for {COMPLETION!r}, in {scored.reward_s:.2g} s"

@@ -1,5 +1,6 @@
 """The command `groupax launch`. Each launcher imports what it needs."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,12 +58,13 @@ def slurm(arguments: Sequence[str], argv: Sequence[str]) -> int:
     from groupax.satellites.launch.slurm import Slurm, script_of, submit, write_script
 
     command = parsed(Slurm, "launch slurm", arguments)
-    script = script_of(command, argv)
-    if argv[0] == "train" and not command.skip_check:
+    script, file = script_of(command, argv), command.file or Path(f"{command.job_name}.sbatch")
+    if argv[0] == "train" and not command.skip_check and (command.force or not file.exists()):
         from groupax.cli.train import train
 
+        os.environ["JAX_PLATFORMS"] = "cpu"  # this machine's accelerators are not those of the job
         train([*argv[1:], "--dry_run"])
-    file = write_script(script, command.file or Path(f"{command.job_name}.sbatch"), command.force)
+    write_script(script, file, command.force)
     if command.dry_run:
         print(f"wrote {file}; to submit it: sbatch {file}")
     else:

@@ -31,7 +31,7 @@ class PlanCommand:
     """Folder that libtpu was installed into (pip install --no-deps --target build/libtpu libtpu), if not with jax."""
     cuda: Path = Path("build/cuda")
     """Folder that jax's CUDA plugin was installed into (pip install --no-deps --target build/cuda jax-cuda13-plugin
-    jax-cuda13-pjrt nvidia-cudnn-cu13, the first two in jax's version), if not with jax by .[cuda]; it needs neither a
+    jax-cuda13-pjrt nvidia-cudnn-cu13, the first two in jax's version), if not with jax by .[cuda13]; it needs neither a
     GPU nor a driver."""
     all_layers: bool = False
     """Compile programs with all layers of the model, which takes minutes for some. By default, programs that are not

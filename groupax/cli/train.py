@@ -242,7 +242,7 @@ def _train(command: Train, inputs: Inputs, progress: Progress) -> list[Any]:
         from groupax.cli import dry_run
 
         trainer_class = dry_run.DryRun
-        dry_run.use_devices_for(command.args)
+        command = replace(command, args=dry_run.use_devices_for(command.args))
     configure_jax()
     progress(PhaseStarted("loading the data"))
     dataset, sets = inputs.dataset(command), None
@@ -261,7 +261,7 @@ def _train(command: Train, inputs: Inputs, progress: Progress) -> list[Any]:
     trainer.dataset_name = inputs.data_name(command)
     if command.dry_run:
         assert isinstance(trainer, dry_run.DryRun), "it was made so"
-        return [trainer.report()]
+        return [trainer.report()] if processes.is_primary() else []
     if recipe and not command.dataset:  # the recipe's own data is public
         trainer.public_prompt = trainer.prompts.examples[0]["prompt"]
     trainer.run_folder.command = recorded(command)

@@ -218,7 +218,8 @@ class GpuHosts:
     gpus_per_host: int
 
 
-_CUSTOM = re.compile(r"custom:([\d.]+)gb,([\d.]+)gb/s,([\d.]+)tf")
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_CUSTOM = re.compile(rf"custom:{_NUMBER}gb,{_NUMBER}gb/s,{_NUMBER}tf")
 
 
 def gpu_hosts(name: str) -> GpuHosts:

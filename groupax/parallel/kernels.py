@@ -9,9 +9,11 @@ import hashlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -27,10 +29,14 @@ logger = logging.getLogger(__name__)
 CHECKS, EMULATED = (f"groupax.models.kernels.check:{name}" for name in ("CHECKS", "EMULATED"))
 START_S, CASE_S = 180.0, 60.0  # that the process may take to find its device, and for a case
 POLL_S = 0.05
+DRIVER = Path("/proc/driver/nvidia/version")
 NVIDIA_KERNELS = "cudnn", "decode_attention", "grouped_matmul"
 _LIBRARIES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 _SOURCES = Path(__file__).parents[1] / "models"
+# Parts of faults that another time may not have.
+_TRANSIENT = ("does not end within", "RESOURCE_EXHAUSTED", "out of memory")
 _faults: dict[str, str] = {}
+_once = threading.Lock()  # taken by the first call
 
 
 def kernel_faults() -> Mapping[str, str]:
@@ -41,9 +47,10 @@ def kernel_faults() -> Mapping[str, str]:
 def find_kernel_faults() -> None:
     """Finds the kernels to leave out on this machine's NVIDIA GPUs, and warns of each; call it before jax is used.
 
-    If they cannot be checked, all are left out.
+    If they cannot be checked, all are left out. Further calls in a process do nothing.
     """
-    if os.environ.get("JAX_PLATFORMS", "cuda").partition(",")[0] not in ("cuda", "gpu") or not (gpus := nvidia_gpus()):
+    is_first, platforms = _once.acquire(blocking=False), os.environ.get("JAX_PLATFORMS") or "cuda"
+    if not is_first or platforms.split(",")[0] not in ("cuda", "gpu") or not (gpus := nvidia_gpus()):
         return
     try:
         found = known_findings(gpus)
@@ -64,30 +71,43 @@ def faults_in(found: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def nvidia_gpus() -> list[str]:
-    """Returns the name and the driver's version of each GPU; empty if there is none, or no driver."""
+    """Returns the name and the driver's version of each GPU, "name, version"; empty if there is none, or no driver."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout.strip().splitlines()
+        version = DRIVER.read_text() if DRIVER.exists() else ""
+        return [f"NVIDIA GPU, {found[0]}"] if (found := re.findall(r"\d+\.\d+(?:\.\d+)?", version)) else []
+    return [line for line in done.stdout.strip().splitlines() if "," in line]
 
 
-def known_findings(gpus: Sequence[str], checks: str = CHECKS) -> list[dict[str, Any]]:
-    """Returns the findings on these GPUs, from disk if they are known; of several processes one checks."""
+def known_findings(gpus: Sequence[str], refreshes: bool = False) -> list[dict[str, Any]]:
+    """Returns the findings on these GPUs, from disk if they are known, unless it `refreshes` them.
+
+    Of several processes one checks. Faults that another time may not have are not kept, nor is anything without a disk.
+
+    Raises:
+        OSError: The process that checks does not start, or finds no device.
+    """
     file = cache_file(gpus)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{file}.lock"):
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(f"{file}.lock"))
         with contextlib.suppress(OSError, ValueError):
-            return json.loads(file.read_text(encoding="utf-8"))
-        found = examined_kernels(checks)
-        file.write_text(json.dumps(found), encoding="utf-8")
+            if not refreshes:
+                return json.loads(file.read_text(encoding="utf-8"))
+        found = examined_kernels()
+        if found and not any(text in each["fault"] for each in found for text in _TRANSIENT):
+            with contextlib.suppress(OSError):
+                file.write_text(json.dumps(found), encoding="utf-8")
         return found
 
 
 def cache_file(gpus: Sequence[str]) -> Path:
     """Returns the file that keeps the findings on these GPUs with the present libraries and kernels."""
-    digest = hashlib.sha256(json.dumps([*gpus, *versions_of(_LIBRARIES).items()]).encode())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    digest = hashlib.sha256(json.dumps([*gpus, visible, *versions_of(_LIBRARIES).items()]).encode())
     for path in sorted(_SOURCES.rglob("*attention*.py")) + sorted(_SOURCES.glob("kernels/*.py")):
         digest.update(path.read_bytes())
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "groupax" / "kernels"
@@ -126,11 +146,11 @@ def examined_kernels(checks: str = CHECKS, start_s: float = START_S, case_s: flo
             found += [line for line in lines if "fault" in line]
             if not end:
                 return found
-            last = lines[-1]
-            case = last.get("case", "")
-            kernel = last.get("kernel", lines[0]["kernels"][0])
-            found.append({"kernel": kernel, "case": case, "fault": f"its process {end}"})
             kernels = lines[0]["kernels"]
+            if not kernels:
+                return found
+            kernel = lines[-1].get("kernel", kernels[0])
+            found.append({"kernel": kernel, "case": lines[-1].get("case", ""), "fault": f"its process {end}"})
             left = kernels[kernels.index(kernel) + 1 :]
     return found
 
@@ -143,20 +163,27 @@ def _run(checks: str, names: Sequence[str], out: Path, start_s: float, case_s: f
         "JAX_TRACEBACK_FILTERING": "off",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
+    if platforms := os.environ.get("JAX_PLATFORMS"):
+        own["JAX_PLATFORMS"] = platforms if "cpu" in platforms.split(",") else f"{platforms},cpu"  # of the reference
     dropped = (env.COORDINATOR, env.NUM_PROCESSES, env.PROCESS_INDEX)
     environment = {name: value for name, value in os.environ.items() if name not in dropped} | own
     command = [sys.executable, "-m", "groupax.models.kernels.check", str(out), checks, *names]
     limit_s, num_lines = start_s, 0
     deadline_s = time.monotonic() + limit_s
-    with tempfile.TemporaryFile() as errors, subprocess.Popen(command, env=environment, stderr=errors) as process:
-        while process.poll() is None:
-            if (number := len(_lines(out))) > num_lines:
-                num_lines, limit_s = number, case_s
-                deadline_s = time.monotonic() + limit_s
-            if time.monotonic() > deadline_s:
-                process.kill()
-                return f"does not end within {limit_s:g} s"
-            time.sleep(POLL_S)
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, env=environment, stderr=errors, **streams)
+        try:
+            while process.poll() is None:
+                if (number := len(_lines(out))) > num_lines:
+                    num_lines, limit_s = number, case_s
+                    deadline_s = time.monotonic() + limit_s
+                if time.monotonic() > deadline_s:
+                    return f"does not end within {limit_s:g} s"
+                time.sleep(POLL_S)
+        finally:
+            process.kill()
+            process.wait()
         errors.seek(0)
         text = errors.read().decode(errors="replace").strip().splitlines()
     return f"ended with status {process.returncode}: {text[-1] if text else ''}" if process.returncode else ""

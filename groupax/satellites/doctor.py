@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,10 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from groupax.core.errors import RunError
 from groupax.parallel.accelerators import processor_name
-from groupax.parallel.kernels import CHECKS, EMULATED, examined_kernels, nvidia_gpus, versions_of
+from groupax.parallel.kernels import CHECKS, EMULATED, examined_kernels, known_findings, nvidia_gpus, versions_of
+from groupax.rewards.sandbox import check_sandbox
 
-LIMIT_S = 120.0  # of a part
+LIMIT_S = 300.0  # of a part, with compilation
 PORTS = {8000: "groupax serve", 8265: "groupax view"}
 MIN_DISK, MIN_MEMORY = 5e9, 4e9  # bytes
 # Oldest driver of each CUDA version, from the table of CUDA's release notes.
@@ -70,11 +73,12 @@ def machine() -> Iterator[Row]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Row("processor", f"{cores} cores of {processor_name()}")
     with suppress(OSError):  # without Linux's /proc
-        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
-        free = int(line.split()[1]) * 1024
+        free = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
         yield Row("free memory", f"{free / 1e9:.1f} GB", "" if free >= MIN_MEMORY else "close other programs")
-    for name, folder in {"free disk here": Path.cwd(), "of the cache": Path.home()}.items():
-        left = shutil.disk_usage(folder).free
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    for name, folder in {"free disk here": Path.cwd(), "of the cache": cache}.items():
+        existing = next(each for each in (folder, *folder.parents) if each.exists())
+        left = shutil.disk_usage(existing).free
         yield Row(name, f"{left / 1e9:.0f} GB", "" if left >= MIN_DISK else "checkpoints and models need more")
     yield sandbox()
     taken = [f"{port} ({name})" for port, name in PORTS.items() if not _is_free(port)]
@@ -85,10 +89,12 @@ def machine() -> Iterator[Row]:
 def sandbox() -> Row:
     """Returns whether untrusted code can be isolated."""
     if shutil.which("bwrap") is None:
-        return Row("sandbox", "no bwrap", "only for rewards and tools that run code: install bubblewrap")
-    command = ["bwrap", "--ro-bind", "/", "/", "--unshare-all", "true"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    return Row("sandbox", "bwrap works" if not done.returncode else f"bwrap fails: {done.stderr.strip()}", "")
+        return Row("sandbox", "no bubblewrap, which only rewards and tools that run code need")
+    try:
+        check_sandbox()
+    except RunError as error:
+        return Row("sandbox", "bubblewrap fails", f"only rewards and tools that run code need it: {error}")
+    return Row("sandbox", "bubblewrap works")
 
 
 def _is_free(port: int) -> bool:
@@ -103,8 +109,12 @@ def _is_free(port: int) -> bool:
 
 def kernels(is_emulated: bool) -> tuple[list[Row], list[dict[str, Any]]]:
     """Returns the findings on each kernel as rows, and as numbers."""
+    gpus = nvidia_gpus()
     try:
-        found = examined_kernels(EMULATED if is_emulated else CHECKS)
+        if gpus and not is_emulated:
+            found = known_findings(gpus, refreshes=True)  # for the runs that follow
+        else:
+            found = examined_kernels(EMULATED if is_emulated else CHECKS)
     except OSError as error:
         return [Row("kernels", "not checked", str(error))], []
     if not found:
@@ -114,7 +124,7 @@ def kernels(is_emulated: bool) -> tuple[list[Row], list[dict[str, Any]]]:
         text = f"error {each['error']:.1e} (plain form {each['plain_error']:.1e})" if "error" in each else ""
         if each.get("ms"):
             text += f", {each['ms']:.3g} ms (plain form {each['plain_ms']:.3g} ms)"
-        remedy = f"it is left out: {each['fault']}" if each["fault"] else ""
+        remedy = each["fault"] and f"{each['fault']}{'; runs leave it out' if gpus and not is_emulated else ''}"
         rows.append(Row(f"{each['kernel']}: {each['case']}", text, remedy))
     return rows, found
 
@@ -156,11 +166,20 @@ def training() -> tuple[list[Row], dict[str, Any]]:
 
 def _output(command: Sequence[str]) -> tuple[str, str]:
     """Returns what a program prints, and how it failed."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return "", f"no end within {LIMIT_S:g} s"
-    return done.stdout, done.stderr.strip()[-600:] if done.returncode else ""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, stdout=out, stderr=errors, start_new_session=True)
+        try:
+            status = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return "", f"no end within {LIMIT_S:g} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        texts = []
+        for stream in (out, errors):
+            stream.seek(0)
+            texts.append(stream.read().decode(errors="replace").strip())
+    return texts[0], (texts[1][-600:] or f"ended with status {status}") if status else ""
 
 
 def measured() -> Mapping[str, Any]:
@@ -168,6 +187,9 @@ def measured() -> Mapping[str, Any]:
     import jax
     import jax.numpy as jnp
 
+    from groupax.parallel.runtime import configure_jax
+
+    configure_jax()
     device = jax.devices()[0]
     is_cpu, stats = device.platform == "cpu", device.memory_stats() or {}
     size = 1024 if is_cpu else 8192

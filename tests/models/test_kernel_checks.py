@@ -61,6 +61,7 @@ def test_the_kernels_themselves_pass(check):
 def faults(monkeypatch):
     found: dict[str, str] = {}
     monkeypatch.setattr(kernels, "_faults", found)
+    monkeypatch.setattr(kernels, "_once", SimpleNamespace(acquire=lambda **_: True))
     return found
 
 
@@ -80,8 +81,8 @@ def test_a_run_goes_on_with_the_plain_form(faults):
 def test_what_is_found_is_kept_until_the_driver_changes(faults, monkeypatch, tmp_path, caplog):
     gpus, calls = ["NVIDIA H100, 580.1"], []
 
-    def examine(checks):
-        calls.append(checks)
+    def examine():
+        calls.append(len(calls))
         return [{"kernel": "cudnn", "case": "a", "fault": ""}, {"kernel": "cudnn", "case": "b", "fault": "it is slow"}]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -90,14 +91,24 @@ def test_what_is_found_is_kept_until_the_driver_changes(faults, monkeypatch, tmp
     monkeypatch.setattr(kernels, "examined_kernels", examine)
     for _ in range(2):
         kernels.find_kernel_faults()
-    assert (calls, faults) == ([kernels.CHECKS], {"cudnn": "it is slow"})
+    assert (calls, faults) == ([0], {"cudnn": "it is slow"})
     assert "the kernel cudnn is left out" in caplog.text
     gpus[0] = "NVIDIA H100, 590.1"
     kernels.find_kernel_faults()
     assert len(calls) == 2
 
-    def fail(checks):
-        raise OSError(f"no device for {checks}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    kernels.find_kernel_faults()
+    assert len(calls) == 3
+    monkeypatch.setattr(
+        kernels, "examined_kernels", lambda: [{"kernel": "cudnn", "case": "a", "fault": "out of memory"}]
+    )
+    for _ in range(2):
+        assert "out of memory" in kernels.known_findings(["NVIDIA A10, 1.1"])[0]["fault"]
+        assert not kernels.cache_file(["NVIDIA A10, 1.1"]).exists()
+
+    def fail():
+        raise OSError("no device")
 
     gpus[0] = "NVIDIA H100, 600.1"
     monkeypatch.setattr(kernels, "examined_kernels", fail)

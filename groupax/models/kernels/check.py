@@ -275,6 +275,11 @@ def findings(checks: Sequence[Check], names: Sequence[str]) -> Iterator[dict[str
     chosen = [check for check in checks if check.is_emulated or check.is_for(device)]
     chosen = [check for check in chosen if not names or check.kernel in names]
     yield {"device": device.device_kind, "kernels": [check.kernel for check in chosen]}
+    if device.platform in ("gpu", "cuda"):
+        old = [check for check in checks if check.is_for is _is_nvidia and not check.is_for(device)]
+        yield from (
+            asdict(Finding(check.kernel, "", "it needs an NVIDIA GPU of compute capability 8.0")) for check in old
+        )
     for check in chosen:
         for case in check.cases(check.is_emulated):
             yield {"kernel": check.kernel, "case": case.name}

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
@@ -161,13 +162,19 @@ def load_model(
         tensors[HEAD].close()
     mesh = mesh or default_mesh(4 * num_params(config))
     _check_mesh(config, mesh, replicated, in_4_bits or weights != "same")
-    load = _shape_of if is_abstract else make_weight_loader(mesh, tensors, dtype, weights, quantized)
+    load = (
+        partial(_shape_of, weights, quantized)
+        if is_abstract
+        else make_weight_loader(mesh, tensors, dtype, weights, quantized)
+    )
     params = jax.tree.map(load, model_specs(config), param_shardings(config, mesh))
     return Model(config, params, mesh, hf_config, generation_config, folder, _absolute(name_or_path))
 
 
-def _shape_of(spec: Spec, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=sharding)
+def _shape_of(weights: BaseWeights, quantized: set[str], spec: Spec, sharding: Any) -> Any:
+    shape = jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=sharding)
+    is_nf4 = spec.name in quantized or (weights == "nf4" and spec.is_layer_matrix)
+    return jax.eval_shape(quantize_nf4, shape) if is_nf4 else shape
 
 
 def _read_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any], ModelConfig]:

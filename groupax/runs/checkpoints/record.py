@@ -97,6 +97,7 @@ def _progress_of(learner: Learner) -> dict[str, Any]:
         "shapes": [asdict(shape) for shape in learner.shapes],
         "shapes_of": _shape_limits(learner),
         "checkpointing": learner.execution.checkpointing,
+        "scan_layers": learner.execution.scan_layers,
     }
 
 
@@ -147,10 +148,13 @@ def _restore_progress(learner: Learner, state: Mapping[str, Any]) -> None:
     learner.entropy = EntropyState(**state["entropy"])
     if state["shapes_of"] == _shape_limits(learner):
         learner.shapes = [_shape(record) for record in state["shapes"]]
-        if learner.settings.gradient_checkpointing == "auto":
-            # another choice, of a device with more or less free memory, would round differently
-            chosen = state.get("checkpointing", learner.execution.checkpointing)
-            learner.execution = replace(learner.execution, checkpointing=chosen)
+        # other choices, of a device with more or less free memory, would round differently
+        settings, chosen = learner.settings, {}
+        if settings.gradient_checkpointing == "auto":
+            chosen["checkpointing"] = state.get("checkpointing", learner.execution.checkpointing)
+        if settings.scan_layers is None:
+            chosen["scan_layers"] = state.get("scan_layers", learner.execution.scan_layers)
+        learner.execution = replace(learner.execution, **chosen)
 
 
 def restore_params(learner: Learner, folder: Path) -> None:

@@ -151,7 +151,7 @@ def _slice_settings(requested: Slice) -> dict[str, Any]:
 def absent_devices(name: str) -> Slice | GpuHosts:
     """Returns the TPU slice or the GPUs of a name."""
     words = name.strip().lower()
-    if re.match(r"(tpu[ -])?v\d", words):
+    if re.match(r"(tpu[ -])?v\d[a-z]*-", words):
         return tpu_slice(words)
     try:
         return gpu_hosts(words)

@@ -74,6 +74,14 @@ class Run:
     num_updates: int  # number of optimizer steps on a rollout
 
 
+def unplanned_setting(args: GRPOConfig) -> str:
+    """Returns which setting plans do not support; an empty text if there is none."""
+    for name, value in _PLANNED.items():
+        if getattr(args, name) != value:
+            return f"{name} {getattr(args, name)!r} is not supported by plans; leave it at {value!r}"
+    return ""
+
+
 def trace_run(
     config: ModelConfig,
     mesh: Mesh,
@@ -108,9 +116,8 @@ def trace_run(
             f"weights and optimizer alone need {taken:.1f} GB of a device that has {limit / 1e9:.1f} GB",
             in_rollout=False,
         )
-    for name, value in _PLANNED.items():
-        if getattr(args, name) != value:
-            raise ValueError(f"{name} {getattr(args, name)!r} is not supported by plans; leave it at {value!r}")
+    if unplanned := unplanned_setting(args):
+        raise ValueError(unplanned)
     schedule = update_schedule(args)
     num_rows = schedule.prompts_per_rollout * args.num_generations
     prompt = prompt_limit(config.max_positions, args.max_completion_length, args.max_prompt_length, _LENGTH)
