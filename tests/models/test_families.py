@@ -1,6 +1,7 @@
 """Families: agreement with `transformers`, which loads every model that we save."""
 
 import math
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -8,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 
 from groupax import Engine, SamplingParams, init_model, load_model, save_model
 from groupax.models.attention import attend
 from groupax.models.config import LongRope
 from groupax.models.decoder import causal_hidden, forward, head_weights
 from groupax.models.experts import Routing, load_balancing_loss, route
-from groupax.models.families import FAMILIES, read_config, text_config
+from groupax.models.families import FAMILIES, TEXT_PARTS, VISION_FAMILIES, read_config, text_config
 from groupax.models.layers import vocabulary_logits
 from groupax.models.rope import frequencies
 from groupax.models.specs import layer_specs
@@ -273,8 +275,34 @@ def test_a_routers_correction_stays_in_float32_and_is_not_trained():
 
 @pytest.mark.parametrize("model_type", ["mamba", "", "9b", 3, None])
 def test_a_family_without_a_near_one_is_refused_with_all_that_are_supported(model_type):
-    with pytest.raises(ValueError, match=r"model_type \S+ is not supported; supported are cohere, "):
+    with pytest.raises(
+        ValueError, match=r"model_type \S+ is not supported; the nearest family is llama; supported are "
+    ):
         read_config({**BASE, "model_type": model_type})
+    with pytest.raises(ValueError, match=r"model_type \S+ is not supported; supported are cohere, "):
+        read_config({"model_type": model_type})
+
+
+def test_all_other_language_models_of_transformers_are_refused_with_what_is_missing():
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
+
+    refused = {}
+    for kind in sorted(MODELS.keys() - FAMILIES.keys() - VISION_FAMILIES.keys() - TEXT_PARTS.keys()):
+        with suppress(StrictDataclassError):  # transformers' own defaults are invalid
+            config = CONFIG_MAPPING[kind]().to_dict()
+            with pytest.raises(ValueError, match="is not supported; ") as raised:
+                read_config(config)
+            refused[kind] = str(raised.value)
+    assert len(refused) >= 60
+    for kind, expected in {
+        "gemma": "the nearest family is gemma2; supported",
+        "qwen2_moe": "the nearest family is qwen3_moe, which does not have the keys ['qkv_bias']",
+        "gpt_neox": "is llama, which does not have the keys ['use_parallel_residual'], whose reader says: config.json",
+        "nemotron_h": "the nearest family is qwen3_next, which does not have the keys ['chunk_size', 'conv_kernel'",
+        "deepseek_v2": "the nearest family is deepseek_v3, whose reader says: config.json has n_group=None",
+    }.items():
+        assert expected in refused[kind]
 
 
 # -- text parts of models that see images

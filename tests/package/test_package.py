@@ -113,7 +113,7 @@ LINES = {
     "episodes": 3250,
     "evaluation": 640,
     "events": 210,
-    "models": 9570,
+    "models": 9610,
     "objective": 950,
     "parallel": 1970,
     "recipes": 1120,
@@ -127,7 +127,7 @@ LINES = {
     "trainer": 424,
     "training": 2060,
 }
-TEST_LINES = 31380
+TEST_LINES = 31408
 FILES = 325
 MODULES = 190  # that groupax.trainer imports, also inside of functions
 

@@ -3,8 +3,10 @@
 To add a family, write its reader, in the module of a family that is like it, and enter it in `FAMILIES`.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
 from groupax.core.settings.fields import nearest
@@ -12,6 +14,7 @@ from groupax.core.storage.model_json import validate_config
 from groupax.core.terminal.printable import short_repr
 from groupax.models.config import ModelConfig
 from groupax.models.families import cohere, gemma, glm, gpt_oss, lfm2, llama, mistral, olmo, qwen, vision
+from groupax.models.families.fields import unknown_keys
 from groupax.models.vision.config import VisionConfig
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
@@ -102,6 +105,16 @@ _DEFAULTS: dict[str, dict[str, int]] = {
     ),
     "qwen3_vl_text": _sizes((151936, 4096, 32, 32, 32), intermediate_size=22016, max_position_embeddings=128000),
 }
+# The family that is nearest to a file with keys that have this word, the first that applies.
+_BY_KEYS = {
+    "mamba": "qwen3_next",
+    "linear_": "qwen3_next",
+    "lora_rank": "deepseek_v3",
+    "expert": "qwen3_moe",
+    "": "llama",
+}
+_MIXTURES = {"deepseek_v3", "glm4_moe", "gpt_oss", "lfm2_moe", "llama4_text", "mixtral", "qwen3_moe", "qwen3_next"}
+_FEW_KEYS = 5  # of a file that says nothing of an architecture
 # Numbers of layers that predict several tokens ahead.
 _AHEAD = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 # Keys of the whole file that hold for its text part, unless that has its own.
@@ -121,12 +134,31 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     if isinstance(model_type, str) and model_type in VISION_FAMILIES:
         return _read_with_vision(VISION_FAMILIES[model_type], validate_config(hf))
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        supported = ", ".join(sorted([*FAMILIES, *VISION_FAMILIES, *TEXT_PARTS]))
-        raise ValueError(
-            f"model_type {short_repr(model_type)} is not supported; supported are {supported}"
-            f"{nearest(str(model_type)[:64], supported.split(', '))}"
-        )
+        raise ValueError(_unsupported(hf))
     return FAMILIES[model_type](validate_config(hf))
+
+
+def _unsupported(hf: Mapping[str, Any]) -> str:
+    """Returns an error for an unsupported `model_type`: the nearest family, and what of the file it does not have."""
+    supported = sorted([*FAMILIES, *VISION_FAMILIES, *TEXT_PARTS])
+    kind, listed = str(hf.get("model_type"))[:64], f"supported are {', '.join(supported)}"
+    text = f"model_type {short_repr(hf.get('model_type'))} is not supported"
+    keys = " ".join(map(str, hf))
+    if len(hf) < _FEW_KEYS or hf.get("is_encoder_decoder"):
+        return f"{text}; {listed}{nearest(kind, supported)}"
+    names = [name for name in FAMILIES if "expert" in keys or name not in _MIXTURES]
+    alike = get_close_matches(kind, names, n=1) or [next(name for word, name in _BY_KEYS.items() if word in keys)]
+    family = alike[0]
+    text += f"; the nearest family is {family}"
+    if unknown := unknown_keys(hf):
+        text += f", which does not have the keys {short_repr(unknown)}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            FAMILIES[family](validate_config({**hf, "model_type": family}))
+        except ValueError as error:
+            text += f", whose reader says: {error}"
+    return f"{text}; {listed}"
 
 
 def _read_with_vision(family: VisionFamily, hf: Mapping[str, Any]) -> ModelConfig:

@@ -26,8 +26,8 @@ UNREAD = (
     "classifier_dropout conv_dim conv_dim_out conv_use_xavier_init embd_pdrop ep_size experts_per_token "
     "for_llm_compressor initial_context_length initializer_range label2id mamba_ssm_dtype moe_layer_freq "
     "mtp_num_hidden_layers mtp_use_dedicated_embeddings num_heads order_of_interleaved_layers pad_token_id "
-    "position_embedding_type pretraining_tp problem_type qk_head_dim resid_pdrop residual_dropout rotary_pct "
-    "router_jitter_noise scoring_func seq_aux theta tokenizer_class topk_method transformers_version "
+    "position_embedding_type pretraining_tp problem_type qk_head_dim resid_pdrop residual_dropout return_dict "
+    "rotary_pct router_jitter_noise scoring_func seq_aux theta tokenizer_class topk_method transformers_version "
     "use_bidirectional_attention use_cache use_embedding_sharing use_gated_activation use_parallel_block "
     "use_parallel_embedding use_pos_enc"
 )
@@ -196,12 +196,16 @@ def _num_labels(hf: Mapping[str, Any]) -> int:
     return len(hf.get("id2label") or ()) or hf.get("num_labels") or 2
 
 
+def unknown_keys(hf: Mapping[str, Any]) -> list[str]:
+    """Returns the keys with a value that no family has."""
+    known = {*CONFIG, *UNREAD.split()}
+    return sorted(key for key, value in hf.items() if key not in known and value not in (None, False))
+
+
 def _account_for_all_keys(hf: Mapping[str, Any]) -> None:
     if hf.get("quantization_config"):
         raise ValueError("the checkpoint is quantized (quantization_config); load the unquantized weights instead")
-    known = {*CONFIG, *UNREAD.split()}
-    unknown = sorted(key for key, value in hf.items() if key not in known and value not in (None, False))
-    if unknown:
+    if unknown := unknown_keys(hf):
         warnings.warn(
             f"config.json has keys that groupax does not know and ignores: {short_repr(unknown)}", stacklevel=5
         )
