@@ -144,8 +144,8 @@ def test_what_a_device_is_asked_first_works_on_this_machine(tmp_path):
     """The acceptance of a lent GPU, with tiny shapes; `groupax doctor` is its first part."""
     out = tmp_path / "out.json"
     script = Path(__file__).parents[2] / "dev" / "on_device.py"
-    command = [sys.executable, str(script), "run", str(out), "--emulate"]
-    subprocess.run(command, check=True, timeout=560, capture_output=True)
+    command = [sys.executable, str(script), "run", str(out), "--emulate", "--seconds", "1200"]
+    subprocess.run(command, check=True, timeout=1300, capture_output=True)
     found = json.loads(out.read_text())
     assert {name: found[name]["fault"] for name in found["seconds"] if "fault" in found[name]} == {}
     assert found["doctor"]["numbers"]["peaks"]["bytes_per_s"] > 1e8
