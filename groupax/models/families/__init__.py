@@ -144,7 +144,7 @@ def _unsupported(hf: Mapping[str, Any]) -> str:
     kind, listed = str(hf.get("model_type"))[:64], f"supported are {', '.join(supported)}"
     text = f"model_type {short_repr(hf.get('model_type'))} is not supported"
     keys = " ".join(map(str, hf))
-    if len(hf) < _FEW_KEYS or hf.get("is_encoder_decoder"):
+    if len(hf) < _FEW_KEYS:
         return f"{text}; {listed}{nearest(kind, supported)}"
     names = [name for name in FAMILIES if "expert" in keys or name not in _MIXTURES]
     alike = get_close_matches(kind, names, n=1) or [next(name for word, name in _BY_KEYS.items() if word in keys)]
