@@ -30,6 +30,7 @@ from groupax.runs.progress.display import fact_lines
 from groupax.satellites.planning.abstract import DoesNotFitError, device_bytes
 from groupax.satellites.planning.run import estimated_temporaries, trace_run, unplanned_setting
 from groupax.trainer import GRPOTrainer
+from groupax.training.state import check_trainable
 
 COMPLETION = "This is a completion."  # that the rewards are tried on
 SHOWN = 1200  # characters of a prompt
@@ -57,15 +58,12 @@ class DryRun(GRPOTrainer):
     def prepare_devices(self, longest: tuple[int, int]) -> None:
         """Plans the memory of the devices."""
         model, (run, step) = self.start_model, split_path(self.args.resume)
-        if model.adapter is None and is_quantized(model.params):
-            raise ValueError(
-                "the weights are quantized and cannot be trained; train an adapter: set lora_r, e.g. to 16"
-            )
+        check_trainable(model)
         if run not in ("auto", "never") and not is_remote(run):
             steps = store_of(run, self.run_folder.path).steps()
             if not steps or step not in (None, *steps):
                 raise ValueError(f"resume {self.args.resume!r}: there is no such checkpoint")
-        constraints = ConstraintCompiler(self.tokenizer, self.start_model.config.vocab_size, self.eos_ids)
+        constraints = ConstraintCompiler(self.tokenizer, model.config.vocab_size, self.eos_ids)
         check_constraint(self.args, self.rules, constraints)
         self._memory = self._planned_memory(longest)
 
@@ -115,10 +113,19 @@ class DryRun(GRPOTrainer):
             return f"{names}; not tried, since they need episodes"
         tokens = np.asarray(self.tokenizer.encode(COMPLETION, add_special_tokens=False), np.int32)
         logps = np.zeros(len(tokens), np.float32)
-        given = {"prompt_ids": self.prompts.token_ids[0], "completion_ids": tokens, "policy_logps": logps}
-        given |= {"sampler_logps": logps, "finish_reason": "stop", "policy_version": 0, "text": COMPLETION}
-        example, number = self.prompts.examples[0], self.args.num_generations
-        group = [Rollout(prompt_index=0, sample_index=index, example=example, **given) for index in range(number)]
+        first = Rollout(
+            prompt_index=0,
+            sample_index=0,
+            example=self.prompts.examples[0],
+            prompt_ids=self.prompts.token_ids[0],
+            completion_ids=tokens,
+            policy_logps=logps,
+            sampler_logps=logps,
+            finish_reason="stop",
+            policy_version=0,
+            text=COMPLETION,
+        )
+        group = [replace(first, sample_index=index) for index in range(self.args.num_generations)]
         functions = [reward for reward in self.rewards if not reward.on_device]
         with RewardRunner(functions, self.args) as runner:
             runner.state = TrainerState(num_steps=self.num_steps)

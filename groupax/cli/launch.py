@@ -59,12 +59,13 @@ def slurm(arguments: Sequence[str], argv: Sequence[str]) -> int:
 
     command = parsed(Slurm, "launch slurm", arguments)
     script, file = script_of(command, argv), command.file or Path(f"{command.job_name}.sbatch")
-    if argv[0] == "train" and not command.skip_check and (command.force or not file.exists()):
+    is_refused = file.exists() and not command.force  # which is no reason to wait for a dry run
+    if argv[0] == "train" and not command.skip_check and not is_refused:
         from groupax.cli.train import train
 
         os.environ["JAX_PLATFORMS"] = "cpu"  # this machine's accelerators are not those of the job
         train([*argv[1:], "--dry_run"])
-    write_script(script, file, command.force)
+    write_script(script, file, force=command.force)
     if command.dry_run:
         print(f"wrote {file}; to submit it: sbatch {file}")
     else:

@@ -117,7 +117,7 @@ _GPU_MEMORY = frozenset({"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACT
 def configure_jax() -> None:
     """Sets up virtual CPU devices, memory reuse, compilation, and the connection to the run's processes.
 
-    Settings that the user made are kept. On GPUs, kernels that have not been checked there are.
+    Settings that the user made are kept. On GPUs, kernels are checked that have not been before.
 
     Raises:
         RunError: jax finds no device of the platform that the user chose.

@@ -81,7 +81,7 @@ class Diagnostics:
 
 
 def setup_diagnostics(args: GRPOConfig, eos_ids: Sequence[int], num_prompts: int | None = None) -> dict[str, str]:
-    """Returns the diagnostics of the settings, and of the number of prompts if it is given, texts by name."""
+    """Returns the diagnostics of the settings, the kernels and, if given, the number of prompts: texts by name."""
     found = {
         f"kernel/{name}": f"the kernel is left out, since {fault}; the plain form takes its place, see groupax doctor"
         for name, fault in kernel_faults().items()

@@ -135,7 +135,7 @@ def peaks() -> tuple[list[Row], dict[str, Any]]:
     try:
         numbers = json.loads(out.strip().splitlines()[-1])
     except (ValueError, IndexError):
-        return [Row("devices", "jax finds none", fault or out[-300:])], {}
+        return [Row("devices", "not measured", fault or out[-300:])], {}
     memory = f", {numbers['memory_bytes'] / 1e9:.1f} GB each" if numbers["memory_bytes"] else ""
     speed = ", ".join(f"{flops / 1e9:,.0f} GFLOP/s in {name}" for name, flops in numbers["flops"].items())
     return [

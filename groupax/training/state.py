@@ -218,6 +218,12 @@ def untrained_weights(model: Model, settings: VisionSettings) -> Params:
     return {"vision": model.params["vision"]}
 
 
+def check_trainable(model: Model) -> None:
+    """Raises a ValueError if all weights of a quantized model are to train."""
+    if model.adapter is None and is_quantized(model.params):
+        raise ValueError("the weights are quantized and cannot be trained; train an adapter: set lora_r, e.g. to 16")
+
+
 def frozen_base(model: Model, untrained: Params, dtype: Any) -> FrozenBase | None:
     """Returns what trained weights are applied to, in compute dtype; None if all weights are trained.
 
@@ -226,8 +232,7 @@ def frozen_base(model: Model, untrained: Params, dtype: Any) -> FrozenBase | Non
     """
     if model.adapter is not None:
         return FrozenBase(cast_unquantized(model.adapter.frozen.params, dtype), model.adapter.frozen.scale)
-    if is_quantized(model.params):
-        raise ValueError("the weights are quantized and cannot be trained; train an adapter: set lora_r, e.g. to 16")
+    check_trainable(model)
     return FrozenBase(cast_unquantized(untrained, dtype), jnp.float32(1.0)) if untrained else None
 
 

@@ -279,6 +279,7 @@ def test_the_job_file_says_what_was_asked_for():
 
 def test_the_file_is_written_and_sbatch_called(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # which the launcher sets for its dry run
     own = ["slurm", "--dry_run", "--job_name", "one"]
     assert launch([*own, "--", "train", "--recipe", "arithmetic", "--mesh", "1,4,1,1,1"]) == 0
     assert "dry run: nothing is trained" in (out := capsys.readouterr().out)

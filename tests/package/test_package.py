@@ -105,7 +105,7 @@ WITHOUT_JAX = [
 LINES = {
     "__init__": 90,
     "__main__": 10,
-    "cli": 2530,
+    "cli": 2540,
     "compat": 3770,
     "core": 3430,
     "data": 3290,
@@ -125,9 +125,9 @@ LINES = {
     "sft": 310,
     "tools": 1240,
     "trainer": 424,
-    "training": 2060,
+    "training": 2070,
 }
-TEST_LINES = 31408
+TEST_LINES = 31409
 FILES = 325
 MODULES = 190  # that groupax.trainer imports, also inside of functions
 

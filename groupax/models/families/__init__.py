@@ -113,7 +113,10 @@ _BY_KEYS = {
     "expert": "qwen3_moe",
     "": "llama",
 }
-_MIXTURES = {"deepseek_v3", "glm4_moe", "gpt_oss", "lfm2_moe", "llama4_text", "mixtral", "qwen3_moe", "qwen3_next"}
+_MIXTURES = {
+    *("deepseek_v3", "glm4_moe", "gpt_oss", "lfm2_moe", "llama4_text", "mixtral"),
+    *("qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
+}
 _FEW_KEYS = 5  # of a file that says nothing of an architecture
 # Numbers of layers that predict several tokens ahead.
 _AHEAD = ("mtp_num_hidden_layers", "num_nextn_predict_layers")

@@ -154,7 +154,7 @@ def _draw(*shapes: tuple[int, ...]) -> list[Array]:
 
 
 def _update_cases(
-    attend: Callable[..., Array], dtypes: Sequence[str], has_sinks: bool, is_emulated: bool
+    attend: Callable[..., Array], dtypes: Sequence[str], *, has_sinks: bool, is_emulated: bool
 ) -> Iterator[Case]:
     """Yields cases of attention in updates: left-padded rows, shared key heads, windows, sinks."""
 
@@ -187,16 +187,16 @@ def _cudnn_cases(is_emulated: bool) -> Iterator[Case]:
     def attend(*arguments: Any) -> Array:
         return cudnn_attend(*arguments, implementation="xla" if is_emulated else "cudnn")
 
-    return _update_cases(attend, ["bfloat16"], False, is_emulated)
+    return _update_cases(attend, ["bfloat16"], has_sinks=False, is_emulated=is_emulated)
 
 
 def _splash_cases(is_emulated: bool) -> Iterator[Case]:
     from groupax.models.kernels import splash
 
     def attend(q: Array, k: Array, v: Array, starts: Array, attn: AttentionConfig, sinks: Array | None = None) -> Array:
-        return splash.attend(q, k, v, starts, attn, sinks, is_emulated)
+        return splash.attend(q, k, v, starts, attn, sinks, interpret=is_emulated)
 
-    return _update_cases(attend, ["bfloat16", "float32"], True, is_emulated)
+    return _update_cases(attend, ["bfloat16", "float32"], has_sinks=True, is_emulated=is_emulated)
 
 
 def _decoding_cases(is_emulated: bool) -> Iterator[Case]:
@@ -219,8 +219,8 @@ def _decoding_cases(is_emulated: bool) -> Iterator[Case]:
         shapes = [(rows, heads, dims), (rows, keys, dims), (rows, keys, dims)]
         shapes += [(count, keys, *last) for count in (prompts, rows) for last in ((dims, columns), (columns, dims))]
         kernel = partial(triton_attention.attend_past, interpret=is_emulated)
-        arrays = _draw(*shapes)
-        return Case(f"{name}, {dtype}", of(kernel), of(attention.attend_past), arrays, dtype, False, timed)
+        plain, arrays = of(attention.attend_past), _draw(*shapes)
+        return Case(f"{name}, {dtype}", of(kernel), plain, arrays, dtype, has_gradient=False, is_timed=timed)
 
     yield case("ragged rows", "bfloat16", 6, 96, AttentionConfig(0.125))
     yield case("a window", "float32", 6, 96, AttentionConfig(0.125, window=40))
@@ -275,7 +275,7 @@ def findings(checks: Sequence[Check], names: Sequence[str]) -> Iterator[dict[str
     chosen = [check for check in checks if check.is_emulated or check.is_for(device)]
     chosen = [check for check in chosen if not names or check.kernel in names]
     yield {"device": device.device_kind, "kernels": [check.kernel for check in chosen]}
-    if device.platform in ("gpu", "cuda"):
+    if device.platform in ("gpu", "cuda") and not names:
         old = [check for check in checks if check.is_for is _is_nvidia and not check.is_for(device)]
         yield from (
             asdict(Finding(check.kernel, "", "it needs an NVIDIA GPU of compute capability 8.0")) for check in old

@@ -116,7 +116,7 @@ def _seconds(time: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def write_script(text: str, file: Path, force: bool = False) -> Path:
+def write_script(text: str, file: Path, *, force: bool = False) -> Path:
     """Writes the job script, in the place of an existing file only by force, and returns its path."""
     try:
         with file.open("w" if force else "x", encoding="utf-8") as script:
