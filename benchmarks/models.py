@@ -4,10 +4,14 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 KEY = "benchmark"
 
@@ -102,6 +106,18 @@ def parser(description: str) -> argparse.ArgumentParser:
     flags.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     flags.add_argument("--repeats", type=int, default=3, help="timed runs, of which the median counts")
     return flags
+
+
+def read_bytes_per_s(num_threads: int) -> float:
+    """The fastest of several sums over 256 MB per thread."""
+    parts = [np.ones(1 << 26, np.float32) for _ in range(num_threads)]
+    fastest = 0.0
+    with ThreadPoolExecutor(num_threads) as pool:
+        for _ in range(8):
+            started_s = time.perf_counter()
+            list(pool.map(np.sum, parts))
+            fastest = max(fastest, num_threads * parts[0].nbytes / (time.perf_counter() - started_s))
+    return fastest
 
 
 def show(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:

@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from jax import lax
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from models import QWEN_05B, QWEN_7M, parser, show
+from models import QWEN_05B, QWEN_7M, parser, read_bytes_per_s, show
 
 from groupax import Engine, Model, SamplingParams, init_model
 from groupax.engine.batch import Batch
@@ -40,18 +39,6 @@ from groupax.parallel.mesh import num_data_shards
 
 PROMPT_TOKENS, GROUP, NEW_TOKENS, STEPS = 192, 8, 96, 32
 CASES = {"32": (QWEN_7M, 32), "128": (QWEN_7M, 128), "0.5B": (QWEN_05B, 16)}
-
-
-def read_bytes_per_s(num_threads: int) -> float:
-    """The fastest of several sums over 256 MB per thread."""
-    parts = [np.ones(1 << 26, np.float32) for _ in range(num_threads)]
-    fastest = 0.0
-    with ThreadPoolExecutor(num_threads) as pool:
-        for _ in range(8):
-            started_s = time.perf_counter()
-            list(pool.map(np.sum, parts))
-            fastest = max(fastest, num_threads * parts[0].nbytes / (time.perf_counter() - started_s))
-    return fastest
 
 
 def timed_steps(model: Model, rows: int) -> tuple[float, Cache]:
