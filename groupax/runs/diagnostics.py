@@ -29,7 +29,7 @@ FAILED = 0.2  # of the episodes
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: dict[str, Severity] = {
     **dict.fromkeys(("no_rewards", "rewards_equal", "no_gradient", "kl_runaway", "entropy_collapse"), "error"),
-    **dict.fromkeys(("reward_hacking", "learning_rate_zero", "environment_failures"), "error"),
+    **dict.fromkeys(("reward_hacking", "learning_rate_zero", "environment_failures", "not_finite"), "error"),
     **dict.fromkeys(("filter_budget", "few_prompts", "all_truncated", "length_explosion", "logp_drift"), "warning"),
     **dict.fromkeys(("length_collapse", "no_eos", "decoding_weights", "sequence_weights"), "warning"),
     **dict.fromkeys(("metric_for_best_model", "slow_reward"), "note"),
@@ -138,6 +138,13 @@ def tracker_diagnostics(errors: Mapping[str, str]) -> dict[str, str]:
         "metrics.jsonl has everything"
         for name, error in errors.items()
     }
+
+
+def skipped_update(step: int, metrics: Mapping[str, float], batch: str) -> dict[str, str]:
+    """Returns the diagnosis of an update that was skipped, by the metrics of its step and the file with its batch."""
+    loss, norm = metrics["loss"], metrics["grad_norm"]
+    text = f"step {step}: the loss ({loss}) or the gradient's norm ({norm}) is not finite; the update was skipped, its "
+    return {"not_finite": f"{text}batch is in {batch}; if this continues, lower learning_rate or max_grad_norm"}
 
 
 def logp_limit(args: GRPOConfig, is_float32: bool) -> float:
