@@ -39,6 +39,7 @@ from groupax.training.learner import Update
 from groupax.training.state import TrainState
 
 TRACEBACK = "Traceback (most recent call last)"
+MAX_MESSAGE = 300  # characters of a message whose traceback has all of it
 MAX_TRACEBACK = 4000  # characters of its end that the run folder keeps
 
 ConfigT = TypeVar("ConfigT", GRPOConfig, SFTConfig)
@@ -332,5 +333,6 @@ def _reason(error: BaseException, step: int, plans: Iterable[str]) -> str:
     if TRACEBACK not in rest:
         rest = "" if isinstance(error, RunError) else "".join(traceback.format_exception(error)).strip()
     after = f"after step {step}" if step else "before its first step was complete"
+    first = f"{first[:MAX_MESSAGE]}…" if rest and len(first) > MAX_MESSAGE else first
     first = f"failed {after}: {type(error).__name__}: {'; planned: '.join([first, *plans])}"
     return f"{first}\n{rest[-MAX_TRACEBACK:]}" if rest else first

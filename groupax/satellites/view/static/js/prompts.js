@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { Chart } from "./charts.js";
 import { Comparison } from "./compare.js";
-import { debounced, drawn, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
+import { debounced, drawn, el, empty, failure, fill, plural, select, shown, stacked, visible } from "./dom.js";
 import { RunChoice } from "./runs.js";
 import { address, app, colour, go, oneRun, shortName } from "./state.js";
 
@@ -80,7 +80,7 @@ export class Prompts {
       fill(this.body, empty("No prompts", this.search.value ? "No prompt read so far contains this text." : this.which === "unsolved" ? "Every prompt read so far was solved at least once." : "There are no rollouts yet."));
       return;
     }
-    fill(this.body, el("table", { class: "data" },
+    fill(this.body, stacked(el("table", { class: "data" },
       el("thead", {}, el("tr", {}, ["Prompt", "Times seen", "First mean reward", "Last mean reward", "Change", "Best reward"].map((text) => el("th", { scope: "col" }, text)))),
       el("tbody", {}, prompts.map((prompt) => {
         const change = prompt.count < 2 || prompt.first === null || prompt.last === null ? null : prompt.last - prompt.first;
@@ -89,7 +89,7 @@ export class Prompts {
           el("td", { class: "number" }, shown(prompt.count)), el("td", { class: "number" }, shown(prompt.first, 3)), el("td", { class: "number" }, shown(prompt.last, 3)),
           el("td", { class: `number ${change > 0 ? "up" : change < 0 ? "down" : ""}` }, change === null ? "–" : `${change > 0 ? "+" : ""}${shown(change, 3)}`),
           el("td", { class: "number" }, shown(prompt.best, 3)));
-      }))));
+      })))));
   }
 
   showPrompt(found, other) {
