@@ -1,4 +1,4 @@
-"""How the last process on a run ended: as it recorded, or as its lock and files show. Imports no jax."""
+"""The ending of a run: as its last process recorded it, or as its lock and files show it. Imports no jax."""
 
 import contextlib
 import fcntl

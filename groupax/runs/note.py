@@ -1,4 +1,4 @@
-"""What people write about a run: a name, tags and notes, in `note.json` of its folder. Imports no jax."""
+"""Notes of people on a run: its name, tags and text, in `note.json` of its folder. Imports no jax."""
 
 import json
 from collections.abc import Sequence

@@ -355,6 +355,8 @@ def test_one_prompt_is_followed_over_steps(page):
     page.choose("compared", "worst")
     until(lambda: "answer 3 of step 5" in page.text(".columns-of-steps .card"))
     assert page.last_point("Reward of this prompt") == 6
+    page.click("select[name=with] option:nth-child(2)")
+    until(lambda: len(cards := page.texts(".columns-of-steps .card")) == 2 and f"of {HOSTILE_NAME}" in cards[1])
     page.click("main a")
     until(lambda: "What is 1+1?" in page.text("tbody"))
 
