@@ -30,9 +30,7 @@ Severity = Literal["error", "warning", "note"]
 SEVERITIES: dict[str, Severity] = {
     **dict.fromkeys(("no_rewards", "rewards_equal", "no_gradient", "kl_runaway", "entropy_collapse"), "error"),
     **dict.fromkeys(("reward_hacking", "learning_rate_zero", "environment_failures", "not_finite"), "error"),
-    **dict.fromkeys(
-        ("filter_budget", "few_prompts", "all_truncated", "length_explosion", "logp_drift"), "warning"
-    ),
+    **dict.fromkeys(("filter_budget", "few_prompts", "all_truncated", "length_explosion", "logp_drift"), "warning"),
     **dict.fromkeys(("length_collapse", "no_eos", "tool_failures", "decoding_weights", "sequence_weights"), "warning"),
     **dict.fromkeys(("metric_for_best_model", "slow_reward"), "note"),
 }

@@ -45,7 +45,8 @@ def ending_of(folder: Path) -> Ending:
         holder = kept = ""
     recorded = _recorded(folder)
     if text := kept.strip() or (recorded if not holder or _is_newer(folder / "run.json", folder / LOCK) else ""):
-        return Ending(next((kind for kind in ("done", "stopped") if text.startswith(kind)), "failed"), text)
+        is_done, is_stopped = text.startswith("done"), text.startswith("stopped")
+        return Ending("done" if is_done else "stopped" if is_stopped else "failed", text)
     if _is_gone(folder / LOCK, holder):
         text = "its process has ended without a message (killed, for lack of memory for one, or crashed)"
         return Ending("dead", f"{text}; {last_sign(folder) or 'it logged nothing'}")
