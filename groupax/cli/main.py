@@ -65,6 +65,10 @@ COMMANDS = {
         "start one program as several processes: groupax launch local | slurm [options] -- train ...",
     ),
     "view": ("groupax.cli.view:view", "show runs on a live local web page: groupax view RUN_DIR [RUN_DIR ...]"),
+    "note": (
+        "groupax.cli.models:note",
+        "give a run a name, tags and notes: groupax note RUN_DIR --name NAME --tags TAG",
+    ),
     "export": ("groupax.cli.view:export", "save a run as one HTML file to send: groupax export RUN_DIR -o run.html"),
     "plan": (
         "groupax.cli.plan:plan",

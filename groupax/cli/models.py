@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -182,15 +182,20 @@ def checkpoints(arguments: Sequence[str]) -> None:
     """Runs `groupax checkpoints`."""
     command = parsed(Checkpoints, "checkpoints", arguments)
 
+    from groupax.core.storage.buckets import is_remote
+    from groupax.core.storage.folders import run_folder_in
     from groupax.runs.checkpoints.choose import split_path, store_of
     from groupax.runs.checkpoints.store import damage
+    from groupax.runs.ending import ending_of
 
     run, step = split_path(command.run_dir)
     with tempfile.TemporaryDirectory() as scratch:
         store = store_of(run, Path(scratch))
         steps = store.steps()
+        end = "" if is_remote(run) else ending_of(run_folder_in(Path(run).expanduser())).sentence
+        ended = printable(f"how the run ended: {end}") if end else ""
         if not steps:
-            raise ValueError(f"{run} has no checkpoints")
+            raise ValueError(f"{run} has no checkpoints" + (f"; {ended}" if end else ""))
         chosen = command.step if command.step is not None else step
         if chosen is not None and chosen not in steps:
             raise ValueError(f"{run} has no checkpoint of step {chosen}; it has {', '.join(map(str, steps))}")
@@ -198,7 +203,9 @@ def checkpoints(arguments: Sequence[str]) -> None:
             case "list":
                 for each in steps:
                     print(_about_checkpoint(each, store.state(each)))
-                print(f"\nto check their files: groupax checkpoints {command.run_dir} verify")
+                print(
+                    f"\n{ended}\n" * bool(end) + f"\nto check their files: groupax checkpoints {command.run_dir} verify"
+                )
             case "verify":
                 found = {each: damage(store.local(each)) for each in steps}
                 for each, fault in found.items():
@@ -248,3 +255,32 @@ def report(arguments: Sequence[str]) -> None:
     from groupax.runs.report import write_report
 
     print(f"report: {write_report(command.run_dir, command.to)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Annotate:
+    """Give a run a name, tags and notes, which groupax view shows, or print them; options that are left out stay."""
+
+    run_dir: Positional[Path]
+    """The run's folder."""
+    name: str | None = None
+    """Name to show in place of the folder's; "" removes it."""
+    tags: tuple[str, ...] | None = None
+    """Words to filter the list of runs by, in place of the earlier ones."""
+    notes: str | None = None
+    """Text about the run; "" removes it."""
+
+
+def note(arguments: Sequence[str]) -> None:
+    """Runs `groupax note`."""
+    command = parsed(Annotate, "note", arguments)
+
+    from groupax.core.storage.folders import run_folder_in
+    from groupax.runs.note import read_note, write_note
+
+    folder = run_folder_in(command.run_dir.expanduser())
+    changed = {key: value for key in ("name", "tags", "notes") if (value := getattr(command, key)) is not None}
+    if changed:
+        write_note(folder, replace(read_note(folder), **changed))
+    found = read_note(folder)
+    print(printable(f"name   {found.name}\ntags   {' '.join(found.tags)}\nnotes  {found.notes}"))

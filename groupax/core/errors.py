@@ -68,8 +68,8 @@ def require(extra: str, user: str, is_imported: bool = True) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error of the devices says that their memory is full."""
-    return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
+    """Returns whether an error says that the memory of the devices or of the host is full."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
 
 
 class PreemptedError(SystemExit):

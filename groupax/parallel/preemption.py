@@ -44,13 +44,18 @@ class PreemptionHandler:
     Args:
         agree: Maps this process's reason to that of any process of the run; all of them call it at the same points.
             None for a single process. With it, a request cancels work only at `check` and `check_cancellable`.
+        at_once: Is called with the name of a second signal before that ends the program.
 
     Attributes:
         reason: The reason to stop; None if there is none.
     """
 
-    def __init__(self, agree: Callable[[str | None], str | None] | None = None) -> None:
-        self.agree = agree
+    def __init__(
+        self,
+        agree: Callable[[str | None], str | None] | None = None,
+        at_once: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        self.agree, self.at_once = agree, at_once
         self.reason: str | None = None
         self._is_cancellable = False
         self._signaled_s: float | None = None
@@ -116,7 +121,8 @@ class PreemptionHandler:
             self.reason = signal.Signals(number).name
             self._requests.put(None)
         elif number != signal.SIGHUP and now_s - self._signaled_s > SAME_S:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_DFL)  # also if a third one arrives
+            self.at_once(signal.Signals(number).name)
             os.kill(os.getpid(), number)
 
     def _insist(self) -> None:

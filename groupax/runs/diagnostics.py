@@ -29,9 +29,9 @@ FAILED = 0.2  # of the episodes
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: dict[str, Severity] = {
     **dict.fromkeys(("no_rewards", "rewards_equal", "no_gradient", "kl_runaway", "entropy_collapse"), "error"),
-    **dict.fromkeys(("reward_hacking", "learning_rate_zero", "environment_failures"), "error"),
+    **dict.fromkeys(("reward_hacking", "learning_rate_zero", "environment_failures", "not_finite"), "error"),
     **dict.fromkeys(("filter_budget", "few_prompts", "all_truncated", "length_explosion", "logp_drift"), "warning"),
-    **dict.fromkeys(("length_collapse", "no_eos", "decoding_weights", "sequence_weights"), "warning"),
+    **dict.fromkeys(("length_collapse", "no_eos", "tool_failures", "decoding_weights", "sequence_weights"), "warning"),
     **dict.fromkeys(("metric_for_best_model", "slow_reward"), "note"),
 }
 PREFIXES: dict[str, Severity] = {"reward ": "error", "tracker_": "note"}  # of names that contain another name
@@ -140,6 +140,13 @@ def tracker_diagnostics(errors: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def skipped_update(step: int, metrics: Mapping[str, float], batch: str) -> dict[str, str]:
+    """Returns the diagnosis of an update that was skipped, by the metrics of its step and the file with its batch."""
+    loss, norm = metrics["loss"], metrics["grad_norm"]
+    text = f"step {step}: the loss ({loss}) or the gradient's norm ({norm}) is not finite; the update was skipped, its "
+    return {"not_finite": f"{text}batch is in {batch}; if this continues, lower learning_rate or max_grad_norm"}
+
+
 def logp_limit(args: GRPOConfig, is_float32: bool) -> float:
     """Returns the tolerated difference between the engine's and the trainer's log-probs, averaged over a step's tokens.
 
@@ -236,6 +243,11 @@ def _of_last_steps(recent: Steps, limit: float) -> dict[str, str]:
             f"for {PATIENCE_STEPS} steps more than {FAILED:.0%} of the episodes were left out: in the last one the "
             f"environments of {failed[-1]:.0%} failed and those of {timed_out[-1]:.0%} took longer than "
             "tool_timeout_s; the warnings have their errors"
+        )
+    if min(_values(recent, "tools/failure_frequency")) == 1.0:
+        found["tool_failures"] = (
+            f"for {PATIENCE_STEPS} steps every call of a tool failed; read the results of the calls in rollouts/, and "
+            "check the tools, or that the model sees how to call them"
         )
     kl = _values(recent, "kl")
     if min(kl) > KL_RUNAWAY:

@@ -21,6 +21,7 @@ from groupax.core.storage.buckets import RemoteFolder
 from groupax.core.storage.folders import read_file, replacing_file
 
 METRICS, LOCK = "metrics.jsonl", ".lock"
+MAX_KEPT_BYTES = 3800  # with the name of the process less than a block of a file system
 LOCK_S = 0.2  # to wait for it, since `groupax view` may just look whether it is held
 # Errors of file systems without locks, such as some network ones.
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -55,7 +56,7 @@ class RunLock:
             )
         since = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         self.path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {since}\n", encoding="utf-8")
-        self._inode = self.path.stat().st_ino
+        self._inode, self._is_kept = self.path.stat().st_ino, False
 
     @property
     def is_in_place(self) -> bool:
@@ -64,9 +65,15 @@ class RunLock:
             return self.path.stat().st_ino == self._inode
         return False
 
+    def keep(self, text: str) -> None:
+        """Appends a text to the file, which then stays; on a full disk too, since it is in the block of the rest."""
+        self._is_kept = True
+        with contextlib.suppress(OSError), self.path.open("ab") as file:
+            file.write(text.encode()[:MAX_KEPT_BYTES])
+
     def release(self) -> None:
-        """Releases the folder, and removes the file if it is still this lock's."""
-        if self.is_in_place:
+        """Releases the folder, and removes the file if it is still this lock's and keeps no text."""
+        if self.is_in_place and not self._is_kept:
             with contextlib.suppress(OSError):  # a disk that became read-only
                 self.path.unlink()
         self._lock.release()

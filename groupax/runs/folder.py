@@ -20,6 +20,7 @@ from groupax.evaluation.items import Item, write_items
 from groupax.events import TokenScores
 from groupax.models.vision.processing import write_processor
 from groupax.rollouts.completions import json_numbers
+from groupax.runs.ending import Ending, ending_of
 from groupax.runs.files import (
     LOCK,
     METRICS,
@@ -67,6 +68,7 @@ class RunFolder:
         id: Identifier of the run, the same in every process that works on it; set by `start` and `resume`.
         is_incomplete: Whether something could not be written, so that the run must not be saved.
         num_metrics_bytes: Size of `metrics.jsonl`.
+        earlier: How the last process on the run in the folder ended, as it was when this one locked it.
         moved_aside: New location of an earlier run that was in this folder, if there was one.
     """
 
@@ -79,6 +81,7 @@ class RunFolder:
         if self.remote:
             weakref.finalize(self, shutil.rmtree, self.path, True)
         self.moved_aside: str | None = None
+        self.earlier = Ending("", "")
         self.command: Mapping[str, Any] | None = None
         self.id, self.is_incomplete = "", False
         self._identity = ""  # digest of the run's identity, if it is known
@@ -107,7 +110,7 @@ class RunFolder:
         """
         if self.remote is not None or self._lock is not None:
             return False
-        self._is_new = not self.path.exists()
+        self._is_new, self.earlier = not self.path.exists(), ending_of(self.path)
         with refusing_unwritable(self.uri):
             self._lock = RunLock(self.path)
         return True
@@ -150,6 +153,8 @@ class RunFolder:
         """Continues the run in the folder from a step, with `metrics.jsonl` as it was then, without later files."""
         about = parsed_record(self._earlier("run.json"))
         self.id, self._processes = about.get("id") or secrets.token_hex(4), about.get("processes", [])
+        if self._processes and self.earlier.text:
+            self._processes = [*self._processes[:-1], {**self._processes[-1], "end": self.earlier.text[:MAX_END]}]
         self._identity = about.get("identity", "")
         lines = map(parsed_record, self._earlier(DIAGNOSTICS).splitlines())
         self._diagnostics = [dict(line) for line in lines if line.get("step", step + 1) <= step]
@@ -216,11 +221,15 @@ class RunFolder:
         self._write_processes()
 
     def write_end(self, why: str) -> None:
-        """Adds to the record of this process why it ended before the run did; nothing if that cannot be written."""
+        """Adds to the record of this process how it ended; to its lock where the record cannot be written."""
         if self._is_recorded:
             self._processes = [*self._processes[:-1], {**self._processes[-1], "end": why[:MAX_END]}]
-            with contextlib.suppress(RunError):
+            try:
                 self._write_processes()
+                self.sync()
+            except (OSError, RunError):
+                if self._lock is not None and self._lock.is_in_place:
+                    self._lock.keep(why)
 
     def _write_processes(self) -> None:
         self._write_json("run.json", {"id": self.id, "identity": self._identity, "processes": self._processes})

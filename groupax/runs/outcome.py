@@ -1,11 +1,12 @@
 """The outcome of a run so far, in sentences that claim only what its data show. Imports no jax.
 
 Held-out prompts come first: those that became right or wrong between two evaluations. A run without them has the trend
-of its rewards, and one of supervised fine-tuning that of its loss.
+of its rewards, and one of supervised fine-tuning its loss on held-out examples, else the trend of its loss.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def outcome(
     result: Mapping[str, Any],
     files: Mapping[str, Path],
     series: Series,
+    names: Iterable[str] = (),
     held_out: Callable[[Mapping[str, Path]], list[str]] = held_out,
 ) -> list[str]:
     """Returns a sentence per held-out set, or one about the training if there is no evaluation.
@@ -44,13 +46,15 @@ def outcome(
         result: Content of `result.json`, which has the sentences of a run that has come to its end.
         files: Files with the items of evaluations, by their names.
         series: Returns the steps [S] and the values [S] of a metric, empty for an unknown one.
+        names: Names of all metrics.
         held_out: Returns the sentences on evaluations.
     """
     said = result.get("verdicts")
     if isinstance(said, Mapping) and said:
         return [_named(str(name), str(text), said) for name, text in said.items()]
     name = "reward" if len(series("reward")[0]) else "loss"  # which says nothing about progress where rewards are
-    return held_out(files) or list(filter(None, [trend(*series(name), name)]))
+    losses = [_held_out_loss(*series(each), each) for each in sorted(names) if re.fullmatch(r"eval_(.*_)?loss", each)]
+    return held_out(files) or list(filter(None, losses or [trend(*series(name), name)]))
 
 
 def verdict(comparison: Comparison, ends: Sequence[Mapping[str, Estimate]], when: str) -> str:
@@ -113,6 +117,19 @@ def trend(steps: Sequence[float] | np.ndarray, values: Sequence[float] | np.ndar
         f"{ends[1].mean():.3f} in steps {at[-num]:.0f} to {at[-1]:.0f} (difference {change:+.3f}, 95 % interval "
         f"{change - half:+.3f} to {change + half:+.3f})"
     )
+
+
+def _held_out_loss(steps: Sequence[float] | np.ndarray, values: Sequence[float] | np.ndarray, name: str) -> str:
+    """Returns a sentence on the loss on held-out examples; empty if no value is known."""
+    known = [(value, step) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
+    if not known:
+        return ""
+    (first, start), (last, end), (lowest, at) = known[0], known[-1], min(known)
+    if len(known) == 1:
+        return f"After step {end:.0f} {name} on held-out examples is {last:.3f}"
+    verb = "did not change" if last == first else "fell" if last < first else "rose"
+    text = f"{name} on held-out examples {verb}: {first:.3f} after step {start:.0f}, {last:.3f} after step {end:.0f}"
+    return f"{text}; it was lowest, {lowest:.3f}, after step {at:.0f}" if lowest < min(first, last) else text
 
 
 def evaluation_files(folder: Path) -> dict[str, Path]:

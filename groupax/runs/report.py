@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,6 +23,7 @@ from groupax.evaluation.items import Item, read_items
 from groupax.evaluation.paired import p_text
 from groupax.rollouts.completions import first_and_last
 from groupax.runs.diagnostics import Severity, severity_of
+from groupax.runs.ending import ending_of
 from groupax.runs.model_card import shown_name, weighted
 from groupax.runs.outcome import evaluation_files, evaluations_by_set, outcome
 from groupax.runs.progress.display import clock, headline, short_number, sparkline
@@ -71,6 +73,7 @@ class RunRecord:
         outcome: What came of it, in sentences.
         settings: Value and default of each setting that differs from its default.
         processes: Records of the processes that worked on it (see `runs.header`).
+        ending: How it ended, in a sentence; empty while it is in progress.
         diagnostics: Records with `step`, `name`, `text`.
         result: Content of `result.json`; empty if there is none.
         samples: Completions of held-out prompts early and late.
@@ -83,6 +86,7 @@ class RunRecord:
     outcome: Sequence[str]
     settings: Mapping[str, tuple[Any, Any]]
     processes: Sequence[Mapping[str, Any]]
+    ending: str
     diagnostics: Sequence[Mapping[str, Any]]
     result: Mapping[str, Any]
     samples: Sequence[Sample]
@@ -131,9 +135,10 @@ def read_run(folder: Path) -> RunRecord:
         name=folder.resolve().name,
         metrics=metrics,
         evaluations=[line for line in lines if any(name.startswith("eval_") for name in line)],
-        outcome=outcome(result, evaluation_files(folder), lambda name: _series(metrics, name)),
+        outcome=outcome(result, evaluation_files(folder), lambda name: _series(lines, name), {*chain(*lines)}),
         settings=changed_settings(_json(folder / "config.json")),
         processes=_json(folder / "run.json").get("processes", []),
+        ending=ending_of(folder).sentence,
         diagnostics=[line for line in _json_lines(folder / "diagnostics.jsonl") if "text" in line],
         result=result,
         samples=_samples_of(folder),
@@ -304,6 +309,7 @@ def _summary(run: RunRecord) -> Rows:
             rows.append((name, f"{short_number(first)} → {short_number(late)} ({where})"))
     tokens = "sampled tokens" if "reward" in last else "tokens"
     rows += [(tokens, f"{last.get('num_tokens', math.nan):,.0f}"), ("time in steps", clock(run.total("step_time")))]
+    rows += [("how it ended", run.ending)] if run.ending else []
     return [*rows, ("diagnostics", str(len(run.diagnostics)))]
 
 

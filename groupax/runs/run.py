@@ -2,7 +2,7 @@
 
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -12,7 +12,7 @@ from typing import TypeVar
 import jax
 
 from groupax.core.config import GRPOConfig, RunConfig, SFTConfig
-from groupax.core.errors import DivergedError, PreemptedError, RewardError, raised_outside
+from groupax.core.errors import DivergedError, PreemptedError, RewardError, RunError, is_out_of_memory
 from groupax.core.storage.buckets import is_remote
 from groupax.core.storage.replacing import ForeignFilesError, check_destination
 from groupax.core.types import Row
@@ -26,6 +26,7 @@ from groupax.parallel.runtime import compilation, configure_jax
 from groupax.runs.checkpoints.fingerprint import Identity
 from groupax.runs.checkpoints.saver import RunSaver, remove_download
 from groupax.runs.checkpoints.store import LocalStore
+from groupax.runs.diagnostics import skipped_update
 from groupax.runs.files import complete_run, free_name, stopping_unwritable
 from groupax.runs.folder import RunFolder
 from groupax.runs.header import begun_process
@@ -38,6 +39,7 @@ from groupax.training.learner import Update
 from groupax.training.state import TrainState
 
 TRACEBACK = "Traceback (most recent call last)"
+MAX_MESSAGE = 300  # characters of a message whose traceback has all of it
 MAX_TRACEBACK = 4000  # characters of its end that the run folder keeps
 
 ConfigT = TypeVar("ConfigT", GRPOConfig, SFTConfig)
@@ -147,7 +149,7 @@ class Run:
                 memory=partial(memory_in_use, mesh) if trainer.args.track_memory else dict,
                 diagnose=trainer.diagnose(),
             )
-            self.stop = PreemptionHandler(processes.first_not_none if several else None)
+            self.stop = PreemptionHandler(processes.first_not_none if several else None, self._stopped_at_once)
             try:
                 with self.progress, self.stop, trainer.working(self.stop):
                     self.introduce()
@@ -164,9 +166,12 @@ class Run:
                         raise
                     self.train_seconds = self.log.train_seconds
                     self.hooks.end(self)
+                    self.folder.write_end(f"done after step {trainer.cursor.step}")
                     self.emit(RunEnded(trainer.cursor.step))
             except (Exception, KeyboardInterrupt, PreemptedError) as error:
-                self.folder.write_end(_reason(error))
+                plans = self.described.plans.values() if is_out_of_memory(error) else ()
+                self.folder.write_end(reason := _reason(error, trainer.cursor.step, plans))
+                self.log.trackers.ended(reason)
                 raise
             finally:
                 self.log.close()
@@ -216,6 +221,12 @@ class Run:
             self.emit(Message(text, warning=True))
         self.log.diagnostics.report(trainer.cursor.step, described.findings)
         hooks.started(self)
+
+    def _stopped_at_once(self, reason: str) -> None:
+        """Records that a second signal ends the process before it could save the run's state."""
+        step = self.trainer.cursor.step
+        again = "started again as before, it continues from its newest checkpoint, or from its start if it has none"
+        self.folder.write_end(f"stopped at once by a second signal ({reason}) after step {step}; {again}")
 
     def save_end(self) -> None:
         """Saves the last checkpoint, the model and the trackers' files, or raises a RunError."""
@@ -281,13 +292,11 @@ class Run:
     def stop_if_diverged(self, rows: Sequence[Row], update: Update, advice: str) -> None:
         """Reports an update that was skipped, and raises a DivergedError after `max_bad_steps` in a row."""
         cursor, folder = self.trainer.cursor, self.folder
-        path = processes.run_on_primary(lambda: folder.write_bad_batch(cursor.step, rows))
-        loss, grad_norm = update.metrics["loss"], update.metrics["grad_norm"]
-        text = (
-            f"step {cursor.step}: the loss ({loss}) or the gradient's norm ({grad_norm}) is not finite; the update was "
-            f"skipped, its batch is in {folder.uri_of(f'bad_steps/{path.name}')}"
-        )
-        self.emit(Message(text, warning=True))
+        path = f"bad_steps/{processes.run_on_primary(lambda: folder.write_bad_batch(cursor.step, rows)).name}"
+        found, diagnostics = skipped_update(cursor.step, update.metrics, folder.uri_of(path)), self.log.diagnostics
+        if found.keys() <= diagnostics.reported:
+            self.emit(Message(found["not_finite"], warning=True))
+        diagnostics.report(cursor.step, found)
         if cursor.num_bad_steps < self.trainer.args.max_bad_steps:
             return
         with stopping_unwritable(folder.uri):
@@ -315,12 +324,15 @@ class Run:
         self.emit(RunDescribed(self.trainer.num_steps, facts))
 
 
-def _reason(error: BaseException) -> str:
-    """Returns why a run has ended: in its first line, and below that the traceback of a failure in code of others."""
+def _reason(error: BaseException, step: int, plans: Iterable[str]) -> str:
+    """Returns why a run has ended after a step: in its first line with plans, and below that the traceback."""
     if isinstance(error, PreemptedError):
         return str(error)
     lines = str(error).strip().splitlines() or [""]
     first, rest = " ".join(lines if len(lines) == 1 else (lines[0], lines[-1])), "\n".join(lines[1:])
     if TRACEBACK not in rest:
-        rest = "".join(traceback.format_exception(error)).strip() if raised_outside(error) else ""
-    return f"failed: {type(error).__name__}: {first}" + (f"\n{rest[-MAX_TRACEBACK:]}" if rest else "")
+        rest = "" if isinstance(error, RunError) else "".join(traceback.format_exception(error)).strip()
+    after = f"after step {step}" if step else "before its first step was complete"
+    first = f"{first[:MAX_MESSAGE]}…" if rest and len(first) > MAX_MESSAGE else first
+    first = f"failed {after}: {type(error).__name__}: {'; planned: '.join([first, *plans])}"
+    return f"{first}\n{rest[-MAX_TRACEBACK:]}" if rest else first

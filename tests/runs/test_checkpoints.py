@@ -24,6 +24,7 @@ from groupax.runs.checkpoints import writer
 from groupax.runs.checkpoints.choose import readable_checkpoints
 from groupax.runs.checkpoints.fingerprint import differences
 from groupax.runs.checkpoints.store import LocalStore, RemoteStore, damage, seal
+from groupax.runs.ending import ending_of
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_trainer import PROMPTS, a_trainer, before_updates, count_a, lines_of
@@ -358,6 +359,7 @@ def test_without_room_a_run_stops_and_loses_nothing(small_disk, earlier, caplog,
     with pytest.raises(RunError, match=r"cannot be written to: .*No space left .*continues from its newest checkpoint"):
         trainer.train()
     assert f"the run's state is in {checkpoint(small_disk, step - 1)}" in caplog.text
+    assert re.match(r"failed after step \d: RunError: .*No space left", ending_of(small_disk / "run").sentence)
     (small_disk / "filler").unlink()
     resumed = a_trainer(small_disk, **settings)
     resumed.train()

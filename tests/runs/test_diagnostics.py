@@ -71,6 +71,7 @@ def test_a_healthy_history_has_no_diagnostic():
          r"ended every episode \(max_turns 75%, length 25%\); raise max_turns"),
         ({"stop/env_error": 0.05, "stop/timeout": 0.25}, "environment_failures",
          "more than 20% of the episodes.*5% failed and those of 25% took longer than tool_timeout_s"),
+        ({"tools/failure_frequency": 1.0}, "tool_failures", "every call of a tool failed"),
         ({"kl": 1.5}, "kl_runaway", "now 1.5.*lower learning_rate, raise beta"),
         ({"rollout_logp_diff_mean": 0.06}, "logp_drift", "by 0.06 on average.*set rollout_correction"),
         ({"learning_rate": 0.0}, "learning_rate_zero", "learning_rate_end"),

@@ -77,6 +77,14 @@ def test_a_trend_has_an_interval():
     assert outcome({}, {}, unscored.get) == [], "the loss says nothing about GRPO"
 
 
+def test_supervised_runs_say_their_loss_on_held_out_examples():
+    curves = {"eval_loss": ([0.0, 5.0, 9.0], [2.0, 1.0, 1.5]), "eval_b_loss": ([5.0], [3.0]), "loss": ([1.0], [2.0])}
+    one, several = outcome({}, {}, lambda name: curves.get(name, ([], [])), curves)
+    assert one == "After step 5 eval_b_loss on held-out examples is 3.000"
+    fell = "eval_loss on held-out examples fell: 2.000 after step 0, 1.500 after step 9"
+    assert several == f"{fell}; it was lowest, 1.000, after step 5"
+
+
 def test_a_report_begins_with_it(run):  # noqa: F811
     [text] = read_run(run).outcome
     assert text.startswith("From step 2 to step 4")

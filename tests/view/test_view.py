@@ -232,7 +232,7 @@ def test_the_overview_says_what_a_run_is_how_far_it_is_and_what_changed(tmp_path
         ask(port, "runs")
         found = ask(port, "overview", run="run")
         progress = {"step": 20, "num_steps": 1000, "elapsed_s": 320, "remaining_s": 1960, "tokens": 140}
-        assert found["progress"] == {**progress, "started_at": "then"}
+        assert found["progress"] == {**progress, "started_at": "then", "fleet": ""}
         assert found["facts"]["rewards"] == "a × 0.5, b × 1"
         assert found["facts"]["command"].startswith("groupax train --model m --reward_funcs a b")
         assert (found["facts"]["commit"], found["facts"]["continued"]) == ("0", "now")
@@ -318,7 +318,7 @@ def test_a_run_that_has_ended_says_why(tmp_path):
     (path / ".lock").write_text(lock.format(gone.pid))
     status, ending = told()
     assert status == "dead"
-    assert "its process has ended without a message; no sign of life since " in ending
+    assert re.match(r"its process has ended without a message \(killed, .*; no sign of life since ", ending)
     with (path / ".lock").open() as held:  # by a process of a container, for one
         fcntl.flock(held, fcntl.LOCK_EX)
         assert told() == ("live", "")
@@ -328,8 +328,42 @@ def test_a_run_that_has_ended_says_why(tmp_path):
     os.utime(path / "metrics.jsonl", (time.time() - 3600,) * 2)
     assert told()[0] == "quiet"
     assert told()[1].startswith("no sign of life since ")
+    folder.write_end("done after step 1")
+    assert told() == ("done", "done after step 1"), "recorded after the lock was taken"
+    folder.write_process({"step": 1})
+    assert told()[0] == "quiet"
+    with (path / ".lock").open("a") as lock:  # as on a full disk
+        lock.write("\nfailed after step 1: RunError: no room\n")
+    assert told() == ("failed", "failed after step 1: RunError: no room")
+    (path / ".lock").unlink()
     (path / "model").mkdir()
-    assert told() == ("done", "")
+    assert told() == ("done", ""), "of a version without that record"
+
+
+def test_a_run_has_a_name_tags_and_notes(tmp_path, capsys):
+    run = write_run(tmp_path / "run", {}, num_steps=1)
+    for given in (["--name", "First", "--notes", HOSTILE], ["--tags", "slow", "long"], []):
+        assert main(["note", str(run.path), *given]) == 0
+    assert capsys.readouterr().out.splitlines()[-3:-1] == ["name   First", "tags   slow long"]
+    assert Run(run.path).state()["note"] == {"name": "First", "tags": ["slow", "long"], "notes": HOSTILE}
+    assert main(["note", str(run.path), "--tags", "two words"]) == 2
+    assert main(["note", str(tmp_path), "--name", "no run"]) == 2
+    (run.path / "note.json").write_text('{"name": 3, "tags": "a"}')
+    assert Run(run.path).state()["note"] == {"name": "3", "tags": [], "notes": ""}
+
+
+def test_an_asynchronous_run_says_who_waits_for_whom(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.start({"max_staleness": 2, "rollout_servers": ["http://a:1", "http://b:1"]})
+    for step, wait_s in ((1, 1.0), (2, 3.0)):
+        times = {"step_time": 4.0, "time/wait_s": wait_s, "time/rollout_s": 3.5}
+        run.write_metrics({"step": float(step), "reward": 0.5, "rollout/staleness": 1.0, **times})
+    with serving(run.path) as port:
+        ask(port, "runs")
+        assert ask(port, "overview", run="run")["progress"]["fleet"] == (
+            "2 rollout servers · updates wait for rollouts 50 % of the time · a rollout takes 3.5 s, a step 4 s · "
+            "rollouts are 1 steps old, of at most 2"
+        )
 
 
 def test_steps_are_kept_in_memory_up_to_a_size(folder, monkeypatch):

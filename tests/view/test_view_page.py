@@ -19,6 +19,7 @@ from groupax import init_model, save_model
 from groupax.cli.main import main
 from groupax.evaluation.items import Completion, Item
 from groupax.runs.folder import RunFolder
+from groupax.runs.note import Note, write_note
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
 
@@ -354,6 +355,8 @@ def test_one_prompt_is_followed_over_steps(page):
     page.choose("compared", "worst")
     until(lambda: "answer 3 of step 5" in page.text(".columns-of-steps .card"))
     assert page.last_point("Reward of this prompt") == 6
+    page.click("select[name=with] option:nth-child(2)")
+    until(lambda: len(cards := page.texts(".columns-of-steps .card")) == 2 and f"of {HOSTILE_NAME}" in cards[1])
     page.click("main a")
     until(lambda: "What is 1+1?" in page.text("tbody"))
 
@@ -571,6 +574,14 @@ def test_a_run_that_is_begun_again_and_evaluated(browser, tmp_path):
         page.open("overview?run=run")
         until(lambda: page.text(".overview-head .status") == "failed")
         assert page.text(".overview-head .fault") == f"failed: ValueError: {SHOWN_HOSTILE}"
+        write_note(run.path, Note("First", ["slow"], HOSTILE))
+        until(lambda: page.text(".run-title h2") == page.text("#side .name") == "First")
+        assert page.text(".notes") == SHOWN_HOSTILE
+        page.open("runs")
+        page.keys("input[name=search]", "slow")
+        until(lambda: page.texts("tbody .tag") == ["slow"])
+        page.keys("input[name=search]", "er")
+        until(lambda: "No matching run" in page.text("main"))
 
 
 HOLD = """const { fetch } = window;

@@ -195,7 +195,8 @@ class RunSaver:
 
     def _report(self, saved: Saved) -> None:
         if saved.step < self.identity["num_steps"]:  # the trainer reports a complete run
-            self.log.emit(Message(f"continuing after step {saved.step}, from {saved.where}"))
+            before = f"; the process before: {end}" if (end := self.folder.earlier.sentence) else ""
+            self.log.emit(Message(f"continuing after step {saved.step}, from {saved.where}{before}"))
         then, now = saved.state["versions"], versions()
         changed = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
         if changed:

@@ -53,6 +53,10 @@ class Trackers:
             case _:
                 pass
 
+    def ended(self, why: str) -> None:
+        """Passes on why the run ended before its last step."""
+        self._call(lambda tracker: tracker.diagnostic(self._step, "ended", why))
+
     def close(self) -> None:
         """Closes the trackers, which write and send what they have."""
         if self.running:

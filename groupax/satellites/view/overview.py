@@ -11,12 +11,14 @@ import numpy as np
 from groupax.core.settings.run import UNSEEN
 from groupax.runs.outcome import outcome
 from groupax.runs.report import changed_settings, repeating_command
+from groupax.satellites.view.curves import WAIT_S
 from groupax.satellites.view.evaluations import sentences
 from groupax.satellites.view.rollouts import PREVIEW_CHARACTERS, Step, shown_prompt
 from groupax.satellites.view.runs import Run
 
 RECENT_STEPS = 30  # whose median time the remaining time is estimated from
 COMPILING_FRAC = 0.1  # of a step's time; steps that compile more are left out of the estimate
+WAITING_FRAC = 0.05  # of a step's time, from which on updates count as waiting for rollouts
 NUM_STEPS = re.compile(r"([0-9][0-9,]{,15}), each")
 TRAINING = "training prompts"  # the set of changes that are not held out
 MAX_MEAN_STEPS = 10  # of the means at the start and the end of training
@@ -30,14 +32,14 @@ def overview(run: Run) -> dict[str, Any]:
 
     Returns:
         facts: Texts by label: model, data, rewards, command, hardware, versions, commit.
-        progress: `step`, `num_steps`, `elapsed_s`, `remaining_s`, `tokens`, `started_at`; None where unknown.
+        progress: `step`, `num_steps`, `elapsed_s`, `remaining_s`, `tokens`, `started_at`, None where unknown; `fleet`.
         outcome: What came of it so far, in sentences.
         changes: Estimates before and after training, with their intervals (see `_changes`).
     """
     config, command = _or_empty(run.config), _or_empty(run.command)
     processes = _processes(run)
     progress, changes = _progress(run, config, processes), list(_changes(run))
-    said = outcome(run.record("result.json"), run.evaluation_files(), run.series, sentences)
+    said = outcome(run.record("result.json"), run.evaluation_files(), run.series, run.metric_names(), sentences)
     facts = _facts(run, config, command, processes)
     return {"facts": facts, "progress": progress, "outcome": said, "changes": changes}
 
@@ -121,6 +123,7 @@ def _facts(
         "software": ", ".join([*software, *(f"{name} {version}" for name, version in versions.items())]),
         "commit": hardware["commit"],
         "continued": process.get("started_at") if len(processes) > 1 else None,
+        "ended before": "; ".join(str(each["end"]).partition("\n")[0] for each in processes[:-1] if each.get("end")),
         "changed settings": "; ".join(_changed_settings(processes)),
         "folder": str(run.path),
     }
@@ -168,7 +171,24 @@ def _progress(run: Run, config: Mapping[str, Any], processes: Sequence[Mapping[s
         "remaining_s": remaining_s,
         "tokens": float(tokens[-1]) if len(tokens) else None,
         "started_at": processes[0].get("started_at") if processes else None,
+        "fleet": _fleet(run, config),
     }
+
+
+def _fleet(run: Run, config: Mapping[str, Any]) -> str:
+    """Returns who waits for whom where rollouts are sampled ahead or by servers, in the last steps; else nothing."""
+    servers, parts = config.get("rollout_servers") or (), []
+    steps = run.series(WAIT_S)[0][-RECENT_STEPS:]
+    if len(steps):
+        wait_s, step_s, rollout_s, staleness = (
+            float(np.nanmean(run.series(name)[1][-RECENT_STEPS:])) if len(run.series(name)[0]) else math.nan
+            for name in (WAIT_S, "step_time", "time/rollout_s", "rollout/staleness")
+        )
+        frac = wait_s / step_s if step_s else 0.0
+        who = "updates wait for rollouts" if frac > WAITING_FRAC else "rollouts wait for updates, which wait"
+        parts += [f"{who} {100 * frac:.0f} % of the time", f"a rollout takes {rollout_s:.3g} s, a step {step_s:.3g} s"]
+        parts += [f"rollouts are {staleness:.3g} steps old, of at most {config.get('max_staleness')}"]
+    return " · ".join([f"{len(servers)} rollout servers"] * bool(servers) + parts)
 
 
 def num_steps_of(config: Mapping[str, Any], process: Mapping[str, Any]) -> int | None:

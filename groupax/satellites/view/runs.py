@@ -1,18 +1,14 @@
 """Run folders, read while the runs are training."""
 
-import contextlib
-import fcntl
 import json
 import math
-import os
 import re
-import socket
 import threading
 import time
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timedelta
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,8 @@ import numpy as np
 
 from groupax.core.storage.folders import RECORDS, open_file, read_file, run_folder_in
 from groupax.runs.diagnostics import severity_of
-from groupax.runs.files import LOCK
+from groupax.runs.ending import MAX_JSON_BYTES, ending_of, last_sign
+from groupax.runs.note import read_note
 from groupax.runs.outcome import evaluation_files
 
 MAX_LINE_BYTES = 16 * 2**20
@@ -96,8 +93,6 @@ def _skip_line(file: Any) -> bool:
     return False
 
 
-MAX_JSON_BYTES = 16 << 20  # of the settings and records of a run
-MAX_LOCK_BYTES = 4096
 MAX_METRICS = 5000  # metric names; further ones are ignored
 LINES_AT_ONCE = 100  # of metrics that are read before the time limit counts
 MAX_SHOWN_DIAGNOSTICS = 100  # names in the state of a run
@@ -175,6 +170,7 @@ class Run:
                 "age_s": age_s,
                 "status": status,
                 "ending": ending,
+                "note": asdict(read_note(self.path)),
                 "num_bad_lines": self._metrics.num_bad_lines + self._diagnostics_tail.num_bad_lines,
                 "fault": self._fault,
             }
@@ -305,36 +301,13 @@ class Run:
             return None
 
     def _status(self, age_s: float | None, patience_s: float) -> tuple[str, str]:
-        """Returns the status of the run, and for one that has not come to its end why that is.
-
-        A process that is killed leaves the lock of its folder; one that fails or is stopped says so in `run.json`.
-        """
-        try:
-            written_s = time.time() - (self.path / "model").stat().st_mtime
-        except OSError:
-            written_s = math.inf
-        if age_s is not None and written_s <= age_s:
-            return "done", ""
-        last = datetime.now() - timedelta(seconds=age_s or 0)
-        since = "" if age_s is None else f"no sign of life since {last:%d %b %Y, %H:%M}"
-        try:
-            holder = read_file(self.path / LOCK, MAX_LOCK_BYTES).decode(errors="replace")
-        except OSError:
-            holder = ""
-        if not holder and (end := self._end()):
-            return "stopped" if end.startswith("stopped") else "failed", end
-        if _is_gone(self.path / LOCK, holder):
-            return "dead", f"its process has ended without a message; {since or 'it logged nothing'}"
+        """Returns the status of the run, and how it ended, or since when it has been silent."""
+        kind, text = ending_of(self.path)
+        if kind:
+            return kind, text
         if age_s is None or not self._num_lines:
             return "waiting", ""
-        return ("live", "") if age_s < patience_s else ("quiet", since)
-
-    def _end(self) -> str:
-        """Returns why the last process on the run ended before the run did; empty if it does not say so."""
-        processes = self.record("run.json").get("processes")
-        last = processes[-1] if isinstance(processes, list) and processes else None
-        end = last.get("end") if isinstance(last, dict) else None
-        return end if isinstance(end, str) else ""
+        return ("live", "") if age_s < patience_s else ("quiet", last_sign(self.path))
 
     def _json_file(self, name: str) -> dict[str, Any]:
         path = self.path / name
@@ -412,22 +385,6 @@ def _runs_in(folder: Path) -> list[Path]:
     except OSError:
         inside = []
     return [run for path in inside if (run := _run_in(path))] or [folder]
-
-
-def _is_gone(lock: Path, holder: str) -> bool:
-    """Returns whether a lock's text names a process of this machine that is not there, and nobody holds the lock."""
-    found = re.match(rf"process ([1-9][0-9]{{,8}}) on {re.escape(socket.gethostname())} since ", holder)
-    if found is None:
-        return False
-    try:
-        os.kill(int(found[1]), 0)
-    except ProcessLookupError:  # it may be in a container that has this machine's name
-        with contextlib.suppress(OSError), open_file(lock) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return True
-    except PermissionError:  # it is another user's
-        pass
-    return False
 
 
 def _run_in(folder: Path) -> Path | None:

@@ -1,11 +1,11 @@
-// Completions of one prompt at several steps, side by side, with the words that changed.
+// Completions of one prompt at several steps of one run or of two, side by side, with the words that changed.
 
 import { ask } from "./api.js";
 import { diffText } from "./diff.js";
-import { el, fill, plural, select, shown } from "./dom.js";
+import { el, fill, plural, select, shown, visible } from "./dom.js";
 import { endBadge } from "./episode.js";
 import { folding } from "./folding.js";
-import { address, store, stored } from "./state.js";
+import { address, shortName, store, stored } from "./state.js";
 
 const NUM_COLUMNS = 3;
 const MAX_COLUMNS = 6;
@@ -24,11 +24,12 @@ export class Comparison {
     this.groups = new Map();
   }
 
-  /** @param {string} run @param {{key: string, step: number[], prompt_index: number[]}} history of the prompt */
-  async show(run, history) {
-    const isNew = run !== this.run || history.key !== this.key;
-    Object.assign(this, { run, key: history.key, history });
-    if (isNew) this.places = spread(history.step.length, NUM_COLUMNS);
+  /** @param {{key: string, run: string[], step: number[], prompt_index: number[]}} history of the prompt, one run after the other */
+  async show(history) {
+    const runs = [...new Set(history.run)];
+    const isNew = history.key !== this.history?.key || runs.join("\n") !== this.runs.join("\n");
+    Object.assign(this, { history, runs });
+    if (isNew) this.places = runs.length > 1 ? runs.map((run) => history.run.lastIndexOf(run)) : spread(history.step.length, NUM_COLUMNS);
     await this.draw();
   }
 
@@ -63,7 +64,7 @@ export class Comparison {
   }
 
   async group(place) {
-    const where = { run: this.run, step: this.history.step[place], prompt: this.history.prompt_index[place] };
+    const where = { run: this.history.run[place], step: this.history.step[place], prompt: this.history.prompt_index[place] };
     const key = JSON.stringify(where);
     if (!this.groups.has(key)) {
       if (this.groups.size >= MAX_KEPT) this.groups.delete(this.groups.keys().next().value);
@@ -74,17 +75,18 @@ export class Comparison {
 
   column(index, row, before) {
     const place = this.places[index];
-    const { step, prompt_index: prompts } = this.history;
-    const steps = offered(step.length, place).map((each) => [String(each), `step ${shown(step[each])}`]);
+    const { run, step, prompt_index: prompts } = this.history;
+    const title = (each) => `step ${shown(step[each])}${this.runs.length > 1 ? ` of ${visible(shortName(run[each]))}` : ""}`;
+    const steps = offered(step.length, place).map((each) => [String(each), title(each)]);
     const field = el("select", { name: `column-${index}`, "aria-label": `Step of column ${index + 1}`, on: { change: (event) => {
       this.places[index] = Number(event.target.value);
       this.draw();
     } } }, steps.map(([value, text]) => el("option", { value }, text)));
     field.value = String(place);
     const text = before && this.marks ? diffText(before.text, row.text) : folding(row.text);
-    return el("article", { class: "card", "aria-label": `Step ${step[place]}` },
+    return el("article", { class: "card", "aria-label": title(place) },
       el("header", {}, field, el("span", { class: "total" }, shown(row.total)), el("span", { class: "facts" }, plural(row.num_tokens, "token")), endBadge(row.finish_reason, row.episode !== null),
-        el("a", { href: address("rollouts", { run: this.run, step: step[place], prompt: prompts[place] }), class: "facts" }, "group")),
+        el("a", { href: address("rollouts", { run: run[place], step: step[place], prompt: prompts[place] }), class: "facts" }, "group")),
       el("div", { class: "completion" }, text));
   }
 }

@@ -16,7 +16,13 @@ const FRAME = /^\s*File "(.*)", line \d+/;
 // Frames of Python, of installed packages and of groupax, none of which the user has written.
 const OF_OTHERS = /^<frozen|[\\/](?:site-packages|dist-packages|lib[\\/]python3[^\\/]*)[\\/]|[\\/]groupax[\\/](?:data|environments|episodes|evaluation|rewards|rollouts|tools)[\\/]/i;
 
-export const NONE_FOUND = "No problems found in the steps so far: rewards vary, completions end, log-probs agree.";
+const PATIENCE_STEPS = 5; // in which a problem must last to be reported
+
+/** Says that there are no diagnostics after these steps, and for how few steps that says nothing. */
+export function noneFound(step) {
+  if (step === null) return "None so far; no step has ended yet.";
+  return step < PATIENCE_STEPS ? `None so far; most problems are reported only after ${PATIENCE_STEPS} steps.` : `No problems found in ${plural(step, "step")}.`;
+}
 
 /** Sorts diagnostics by severity, then by step. */
 function bySeverity(diagnostics) {

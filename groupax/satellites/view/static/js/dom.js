@@ -32,6 +32,21 @@ export function visible(text) {
   });
 }
 
+/** Returns a table whose rows become blocks on a phone, with the title of its column above each cell. */
+export function stacked(table) {
+  const titles = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
+  for (const row of table.tBodies[0].rows) [...row.cells].forEach((cell, index) => { cell.dataset.label = titles[index]; });
+  table.classList.add("stacked");
+  return table;
+}
+
+const PATH = /(\/[^\s/:]+)(?:\/[^\s/:]+){2,}((?:\/[^\s/:]+){2})/g;
+
+/** Cuts the middle out of long paths. */
+export function shortPaths(text) {
+  return text.replace(PATH, "$1/…$2");
+}
+
 /** Formats a number for readers. */
 export function shown(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";

@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { diffText } from "./diff.js";
-import { debounced, drawn, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
+import { debounced, drawn, el, empty, failure, fill, plural, select, shown, stacked, visible } from "./dom.js";
 import { Chat, endBadge } from "./episode.js";
 import { directionOf } from "./overview.js";
 import { RunChoice } from "./runs.js";
@@ -207,21 +207,21 @@ function estimatesTable(all, set) {
   return el("section", {},
     el("h2", {}, visible(set || "evaluation"), " ", el("small", {}, plural(rows[rows.length - 1].num_items, "item"), rows.length < all.length && `; the first and the last ${rows.length - 1} of ${all.length} evaluations`)),
     rows.filter((row) => row.fault).map((row) => el("p", { class: "summary failed" }, visible(row.fault))),
-    names.length > 0 && el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Estimates of ${set}` }, el("table", { class: "data estimates" },
+    names.length > 0 && el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Estimates of ${set}` }, stacked(el("table", { class: "data estimates" },
       el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "mean, 95 % interval"), rows.map((row) => el("th", { scope: "col" }, when(row.when))))),
       el("tbody", {}, names.map((name) => el("tr", {}, el("th", { scope: "row", title: name }, visible(name.replace(/^rewards\/(.+)\/mean$/, "$1"))),
-        rows.map(({ estimates }) => el("td", { class: "number" }, name in estimates ? [el("b", {}, fixed(estimates[name].value)), el("small", {}, ` ${interval(estimates[name])}`)] : "–"))))))));
+        rows.map(({ estimates }) => el("td", { class: "number" }, name in estimates ? [el("b", {}, fixed(estimates[name].value)), el("small", {}, ` ${interval(estimates[name])}`)] : "–")))))))));
 }
 
 /** @param {string[]} titles of the two evaluations */
 function differencesTable(differences, titles) {
-  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Differences" }, el("table", { class: "data estimates" },
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Differences" }, stacked(el("table", { class: "data estimates" },
     el("thead", {}, el("tr", {}, ["Common items", ...titles, "Difference, 95 % interval", "p"].map((text) => el("th", { scope: "col" }, text)))),
     el("tbody", {}, Object.entries(differences).map(([name, { before, after, difference, p_value: p }]) => {
       return el("tr", {}, el("th", { scope: "row", title: name }, visible(name.replace(/^rewards\/(.+)\/mean$/, "$1"))), el("td", { class: "number" }, fixed(before)), el("td", { class: "number" }, fixed(after)),
         el("td", { class: "number" }, el("b", { class: directionOf(difference, p) }, `${difference.value > 0 ? "+" : ""}${fixed(difference.value)}`), el("small", {}, ` ${interval(difference)}`)),
         el("td", { class: "number" }, p === null ? "–" : p < 1e-4 ? "< 0.0001" : p.toFixed(4)));
-    }))));
+    })))));
 }
 
 function columns(item) {

@@ -107,7 +107,7 @@ async function poll() {
     if (!document.hidden || !Object.keys(app.runs).length) {
       const runs = await ask("runs");
       const all = Object.keys({ ...app.runs, ...runs }); // including added and removed runs
-      const sign = (run) => run && JSON.stringify([run.version, run.status, run.ending]);
+      const sign = (run) => run && JSON.stringify([run.version, run.status, run.ending, run.note]);
       const changed = all.filter((name) => sign(runs[name]) !== sign(app.runs[name]));
       takeRuns(runs);
       if (Object.values(runs).some((run) => ["waiting", "live", "quiet"].includes(run.status))) wait = QUICK_MS;

@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { Chart } from "./charts.js";
-import { diagnosticList, explained, NONE_FOUND } from "./diagnostics.js";
+import { diagnosticList, explained, noneFound } from "./diagnostics.js";
 import { drawn, el, empty, failure, fill, shown, visible } from "./dom.js";
 import { marksOf } from "./marks.js";
 import { RunChoice } from "./runs.js";
@@ -62,11 +62,11 @@ export class Overview {
       fill(this.body, head, changed, findings, curves, samples, about);
       this.drawn = {};
     }
-    this.fillPart("head", [progress, outcome, app.runs[this.run].status, app.runs[this.run].ending, facts.model, facts.recipe], () => head(this.run, facts, progress, outcome));
+    this.fillPart("head", [progress, outcome, app.runs[this.run].status, app.runs[this.run].ending, app.runs[this.run].note, facts.model, facts.recipe], () => head(this.run, facts, progress, outcome));
     this.fillPart("changes", [changes], () => changes.length > 0 && [el("h2", {}, "Before and after"), el("ul", { class: "changes" }, changes.map(change))]);
-    this.fillPart("findings", [diagnostics, progress.step === null, [...app.read]], () => [
+    this.fillPart("findings", [diagnostics, diagnostics.length || noneFound(progress.step), [...app.read]], () => [
       el("h2", {}, "Diagnostics"),
-      diagnostics.length ? diagnosticList(this.run, diagnostics, () => this.read()) : el("p", { class: "all-well" }, progress.step === null ? "None so far; no step has ended yet." : NONE_FOUND),
+      diagnostics.length ? diagnosticList(this.run, diagnostics, () => this.read()) : el("p", { class: "all-well" }, noneFound(progress.step)),
     ]);
     this.fillPart("facts", [facts], () => [el("h2", {}, "This run"), factList(facts)]);
   }
@@ -131,7 +131,7 @@ export class Overview {
 
 function head(run, facts, progress, outcome) {
   const { step, num_steps: total, elapsed_s: elapsed, remaining_s: remaining, tokens, started_at: started } = progress;
-  const { status, ending } = app.runs[run];
+  const { status, ending, note } = app.runs[run];
   const part = total && step !== null ? Math.min(step / total, 1) : null;
   const bar = part !== null && el("div", { class: "progress", role: "progressbar", "aria-label": "Steps", "aria-valuemin": "0", "aria-valuemax": String(total), "aria-valuenow": String(step) }, el("i"));
   if (bar) bar.firstChild.style.setProperty("--part", String(part));
@@ -143,13 +143,15 @@ function head(run, facts, progress, outcome) {
     started && `started ${when(started)}`,
   ].filter(Boolean);
   return [
-    el("div", { class: "run-title" }, el("h2", {}, visible(run)), el("span", { class: `status ${status}` }, status),
+    el("div", { class: "run-title" }, el("h2", { title: run }, visible(note?.name || run)), el("span", { class: `status ${status}` }, status), tagsOf(run),
       el("a", { class: "button needs-server", href: `/api/export?${new URLSearchParams({ run })}`, download: "" }, "Save as one file")),
     el("p", { class: "subject" }, [facts.recipe && `Recipe ${facts.recipe}`, facts.model && `model ${shortModel(facts.model)}`, facts.rewards && `rewards ${facts.rewards}`].filter(Boolean).map((text, index) => [index > 0 && " · ", visible(text)])),
+    note?.notes && el("p", { class: "notes" }, visible(note.notes)),
     outcome.map((text) => el("p", { class: "outcome" }, visible(text))),
     bar,
     el("p", { class: "facts" }, about.join(" · ")),
-    ending && el("div", { class: "fault" }, explained(visible(ending))),
+    progress.fleet && el("p", { class: "fleet" }, progress.fleet),
+    ending && status !== "done" && el("div", { class: "fault" }, explained(visible(ending))),
   ];
 }
 
@@ -165,6 +167,11 @@ function sample(run, title, { step, prompt_index: prompt, sample_index: number, 
       el("a", { class: "facts", href: address("rollouts", { run, step, prompt }) }, `prompt ${prompt}, #${number}`)),
     el("p", { class: "preview" }, visible(question)),
     el("pre", { class: "text completion", tabindex: "0", "aria-label": title }, visible(text)));
+}
+
+/** The tags of a run. */
+export function tagsOf(run) {
+  return (app.runs[run].note?.tags ?? []).map((tag) => el("span", { class: "tag" }, visible(tag)));
 }
 
 /** Names a model by the last two parts of its path. */

@@ -3,9 +3,9 @@
 import { ask } from "./api.js";
 import { Chart } from "./charts.js";
 import { Comparison } from "./compare.js";
-import { debounced, drawn, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
+import { debounced, drawn, el, empty, failure, fill, plural, select, shown, stacked, visible } from "./dom.js";
 import { RunChoice } from "./runs.js";
-import { address, colour, oneRun } from "./state.js";
+import { address, app, colour, go, oneRun, shortName } from "./state.js";
 
 const ORDERS = { frequent: "most frequent", unsolved: "lowest best reward", gained: "largest gain", lost: "largest loss" };
 
@@ -43,16 +43,22 @@ export class Prompts {
     this.shows.hidden = this.orders.hidden = this.search.hidden = Boolean(parameters.key);
     try {
       const { key } = parameters;
-      const found = await ask(key ? "prompt" : "prompts", { run: this.run, ...(key ? { key } : { q: this.search.value.trim(), order: this.order, show: this.which }) });
+      const asked = (run) => ask(key ? "prompt" : "prompts", { run, ...(key ? { key } : { q: this.search.value.trim(), order: this.order, show: this.which }) });
+      const [found, other] = await Promise.all([asked(this.run), key && this.others().includes(parameters.with) ? asked(parameters.with) : null]);
       if (this.closed || this.parameters !== parameters) return;
       this.tell(found);
-      if (key) this.showPrompt(found);
+      if (key) this.showPrompt(found, other);
       else this.showPrompts(found.prompts);
       drawn();
-      if (this.isReading(found.progress)) this.timer = setTimeout(() => this.read(), 100);
+      if ([found, other].some((each) => each && this.isReading(each.progress))) this.timer = setTimeout(() => this.read(), 100);
     } catch (error) {
       if (!this.closed && this.parameters === parameters) fill(this.body, failure(error, () => this.read()));
     }
+  }
+
+  /** The runs that the shown one can be compared with. */
+  others() {
+    return Object.keys(app.runs).filter((name) => name !== this.run);
   }
 
   isReading(progress) {
@@ -74,7 +80,7 @@ export class Prompts {
       fill(this.body, empty("No prompts", this.search.value ? "No prompt read so far contains this text." : this.which === "unsolved" ? "Every prompt read so far was solved at least once." : "There are no rollouts yet."));
       return;
     }
-    fill(this.body, el("table", { class: "data" },
+    fill(this.body, stacked(el("table", { class: "data" },
       el("thead", {}, el("tr", {}, ["Prompt", "Times seen", "First mean reward", "Last mean reward", "Change", "Best reward"].map((text) => el("th", { scope: "col" }, text)))),
       el("tbody", {}, prompts.map((prompt) => {
         const change = prompt.count < 2 || prompt.first === null || prompt.last === null ? null : prompt.last - prompt.first;
@@ -83,10 +89,10 @@ export class Prompts {
           el("td", { class: "number" }, shown(prompt.count)), el("td", { class: "number" }, shown(prompt.first, 3)), el("td", { class: "number" }, shown(prompt.last, 3)),
           el("td", { class: `number ${change > 0 ? "up" : change < 0 ? "down" : ""}` }, change === null ? "–" : `${change > 0 ? "+" : ""}${shown(change, 3)}`),
           el("td", { class: "number" }, shown(prompt.best, 3)));
-      }))));
+      })))));
   }
 
-  showPrompt(found) {
+  showPrompt(found, other) {
     if (!found.step.length) {
       const text = this.isReading(found.progress) ? "Searching the steps …" : "No step with logged rollouts has this prompt.";
       fill(this.body, empty("Not seen yet", text));
@@ -98,12 +104,22 @@ export class Prompts {
       this.chart = new Chart("Reward of this prompt", { wide: true, height: 150 });
       this.table = el("details", { class: "more" });
       this.head = el("div");
+      this.headOf = null;
+      this.missing = el("p", { class: "hint", role: "status" });
       this.comparison = new Comparison();
-      fill(this.body, el("a", { href: address("prompts", { run: this.run }) }, "‹ All prompts"), this.head, this.comparison.root, this.chart.card, this.table);
+      fill(this.body, el("a", { href: address("prompts", { run: this.run }) }, "‹ All prompts"), this.head, this.missing, this.comparison.root, this.chart.card, this.table);
     }
-    fill(this.head, el("pre", { class: "text prompt-text" }, visible(found.text)));
+    const { key, with: name } = this.parameters;
+    if (this.headOf !== this.parameters) { // a select box may be open
+      this.headOf = this.parameters;
+      fill(this.head, el("pre", { class: "text prompt-text" }, visible(found.text)),
+        this.others().length > 0 && select("Compare with", [["", "no other run"], ...this.others().map((each) => [each, visible(shortName(each))])], other ? name : "", (chosen) => go("prompts", { run: this.run, key, with: chosen }), "with"));
+    }
     this.chart.show(lines);
-    this.comparison.show(this.run, { ...found, key: this.parameters.key });
+    fill(this.missing, other && !other.step.length && `No logged step of ${visible(shortName(name))} has this prompt.`);
+    const both = [[this.run, found], [name, other]].filter(([, each]) => each?.step.length);
+    const joined = (values) => both.flatMap(([run, each]) => values(each, run));
+    this.comparison.show({ key, run: joined(({ step }, run) => step.map(() => run)), step: joined(({ step }) => step), prompt_index: joined((each) => each.prompt_index) });
     const isOpen = this.table.open;
     const rows = found.step.map((step, index) => ({ step, index })).slice(-200).reverse();
     fill(this.table, el("summary", {}, "Rewards at every step"), el("table", { class: "data" },

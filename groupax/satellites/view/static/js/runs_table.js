@@ -3,8 +3,8 @@
 import { ask } from "./api.js";
 import { colourRuns, plain, settingsOf } from "./coloring.js";
 import { debounced, drawn, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
-import { compact, directionOf, duration } from "./overview.js";
-import { address, app, chooseRuns, runColour, shortName, shownRuns, store, stored, toggleRun, unread } from "./state.js";
+import { compact, directionOf, duration, tagsOf } from "./overview.js";
+import { address, app, chooseRuns, mentions, runColour, shortName, shownRuns, store, stored, toggleRun, unread } from "./state.js";
 
 const MAX_SETTINGS = 12; // columns of settings
 const SEVERITIES = ["error", "warning", "note"];
@@ -28,7 +28,7 @@ export class RunsTable {
   constructor(root) {
     this.root = root;
     this.sort = stored("sort-runs", { title: "Run", isDown: false });
-    this.search = el("input", { type: "search", name: "search", placeholder: "Filter: name or setting=value  ( / )", "aria-label": "Filter runs", class: "wide-search", on: { input: debounced(() => this.draw(), 80) } });
+    this.search = el("input", { type: "search", name: "search", placeholder: "Filter: name, tag or setting=value  ( / )", "aria-label": "Filter runs", class: "wide-search", on: { input: debounced(() => this.draw(), 80) } });
     this.count = el("span", { class: "hint", role: "status" });
     this.show = el("button", { type: "button", title: "Show the runs of this table in all views, and no others", on: { click: () => this.choose(this.listed.map(({ name }) => name)) } }, "Show these");
     this.colours = el("span");
@@ -65,12 +65,12 @@ export class RunsTable {
     }, "colour-by"));
   }
 
-  /** Rows of the runs that match the filter: every word must be in a name, or be a setting and a value. */
+  /** Rows of the runs that match the filter: every word must be in a name, a tag or a note, or be a setting and a value. */
   entries() {
     const words = this.search.value.trim().toLowerCase().split(/\s+/).filter(Boolean);
     return Object.keys(app.runs).filter((name) => name in this.rows).map((name) => {
       return { name, row: this.rows[name], state: app.runs[name], config: settingsOf(this.settings[name]) };
-    }).filter(({ name, config }) => words.every((word) => name.toLowerCase().includes(word)
+    }).filter(({ name, config }) => words.every((word) => mentions(name, word)
       || (word.includes("=") && Object.entries(config).some(([key, value]) => `${key}=${plain(value)}`.toLowerCase() === word))));
   }
 
@@ -112,7 +112,7 @@ export class RunsTable {
       toggleRun(name);
       this.changed();
     } } });
-    return el("div", { class: "run-name" }, box, dot, el("a", { href: address("overview", { run: name }), title: name }, visible(shortName(name))));
+    return el("div", { class: "run-name" }, box, dot, el("a", { href: address("overview", { run: name }), title: name }, visible(shortName(name))), tagsOf(name));
   }
 
   sortBy(title) {

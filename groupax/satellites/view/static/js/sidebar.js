@@ -1,8 +1,8 @@
 // The list of runs beside the views: which of them are shown.
 
 import { colourRuns } from "./coloring.js";
-import { debounced, el, fill, plural, shown, visible } from "./dom.js";
-import { app, chooseRuns, runColour, shortName, shownRuns, stored, toggleRun } from "./state.js";
+import { debounced, el, fill, plural, shortPaths, shown, visible } from "./dom.js";
+import { app, chooseRuns, mentions, runColour, shortName, shownRuns, stored, toggleRun } from "./state.js";
 
 const NUM_FILTERED = 6; // runs from which on there is a filter
 const MAX_ENDING = 120; // characters of why a run has ended
@@ -33,7 +33,7 @@ export class Sidebar {
   }
 
   listed() {
-    return Object.keys(app.runs).filter((name) => name.toLowerCase().includes(this.query));
+    return Object.keys(app.runs).filter((name) => mentions(name, this.query));
   }
 
   choose(names) {
@@ -99,7 +99,7 @@ export class Sidebar {
     const about = ["reward", "loss"].find((each) => each in run.latest);
     const latest = about ? ` · ${about} ${shown(run.latest[about], 3)}` : "";
     facts.textContent = run.last_step === null ? "no step yet" : `step ${shown(run.last_step)}${latest}`;
-    const [ending] = run.ending.split("\n", 1); // without its traceback
+    const ending = run.status === "done" ? "" : shortPaths(run.ending.split("\n", 1)[0]); // without its traceback
     fault.textContent = visible(run.fault || (ending.length > MAX_ENDING ? `${ending.slice(0, MAX_ENDING)}…` : ending));
     bad.textContent = run.num_bad_lines > 0 ? `${run.num_bad_lines} lines could not be read` : "";
   }

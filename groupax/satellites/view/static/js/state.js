@@ -51,7 +51,10 @@ export function chooseRuns(names) {
 
 /** Takes the runs from the server's answer, and gives each new one the colour that fewest others have. */
 export function takeRuns(runs) {
-  if (Object.keys(runs).join("\n") !== Object.keys(app.runs).join("\n")) app.short = shortNames(Object.keys(runs));
+  const given = Object.entries(runs).map(([name, { note }]) => [name, note?.name ?? ""]);
+  const signature = JSON.stringify(given);
+  if (signature !== app.named) app.short = new Map([...shortNames(Object.keys(runs)), ...given.filter(([, title]) => title && given.filter(([, other]) => other === title).length === 1)]);
+  app.named = signature;
   app.runs = runs;
   app.one ??= newest(runs);
   const paths = Object.values(runs).map((run) => run.path);
@@ -129,6 +132,12 @@ export function oneRun(parameters) {
 function newest(runs) {
   const ages = Object.entries(runs).map(([name, { age_s: age }]) => [name, age ?? Infinity]);
   return ages.length ? ages.reduce((first, other) => (other[1] < first[1] ? other : first))[0] : null;
+}
+
+/** Whether a text in lower case is in the name of a run, in its tags or in its notes. */
+export function mentions(name, text) {
+  const { name: title = "", tags = [], notes = "" } = app.runs[name].note ?? {};
+  return [name, title, tags.join(" "), notes].some((each) => each.toLowerCase().includes(text));
 }
 
 /** Returns the diagnostics of a run that were not marked as read, as pairs of name and severity. */

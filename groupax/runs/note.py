@@ -1,0 +1,40 @@
+"""Notes of people on a run: its name, tags and text, in `note.json` of its folder. Imports no jax."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from groupax.core.storage.folders import read_file
+from groupax.runs.files import parsed_record, replace_text
+
+FILE, MAX_BYTES = "note.json", 1 << 20
+
+
+@dataclass(frozen=True)
+class Note:
+    """A name that is shown in place of the folder's, tags to filter runs by, and notes of any length."""
+
+    name: str = ""
+    tags: Sequence[str] = ()
+    notes: str = ""
+
+
+def read_note(folder: Path) -> Note:
+    """Returns the note on the run in a folder, empty where there is none or it is damaged."""
+    try:
+        found = parsed_record(read_file(folder / FILE, MAX_BYTES))
+    except OSError:
+        return Note()
+    tags = found.get("tags")
+    tags = [each for each in tags if isinstance(each, str)] if isinstance(tags, list) else []
+    return Note(str(found.get("name") or ""), tags, str(found.get("notes") or ""))
+
+
+def write_note(folder: Path, note: Note) -> None:
+    """Writes the note on the run in a folder; a ValueError says if there is no run or a tag is not one word."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is not a run folder: it has no config.json")
+    if odd := [tag for tag in note.tags if len(tag.split()) != 1]:
+        raise ValueError(f"a tag must be one word, got {', '.join(map(repr, odd))}; join its parts, e.g. with a hyphen")
+    replace_text(folder / FILE, json.dumps(asdict(note), indent=2) + "\n")
