@@ -158,8 +158,20 @@ CONFIGS = {
     ],
 }
 RANDOM = (
-    *("deepseek_v3", "exaone4", "glm4", "glm4_moe", "gpt_oss", "lfm2", "lfm2_moe", "llama4_text", "ministral3"),
-    *("olmo3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss"),
+    *("deepseek_v3", "ernie4_5", "exaone4", "gemma", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss"),
+    *(
+        "hunyuan_v1_dense",
+        "lfm2",
+        "lfm2_moe",
+        "llama4_text",
+        "ministral3",
+        "nemotron",
+        "olmo3",
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_5_moe_text",
+    ),
+    *("qwen3_5_text", "qwen3_next", "seed_oss", "starcoder2"),
 )
 CASES = [(family, change) for family, changes in CONFIGS.items() for change in changes]
 LENGTHS = (50, 37, 3)
@@ -359,7 +371,11 @@ def torch_model(family, change):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            is_centered = "gemma" in family or (family.startswith(("qwen3_n", "qwen3_5")) and "linear_attn" not in name)
+            is_centered = (
+                "gemma" in family
+                or family == "nemotron"
+                or (family.startswith(("qwen3_n", "qwen3_5")) and "linear_attn" not in name)
+            )
             around = 0.0 if (weight.ndim > 1 and "norm" not in name) or name.endswith("bias") or is_centered else 1.0
             around = -2.0 if name.endswith("A_log") else around  # memories of several tokens
             size = 0.15 if weight.ndim > 1 else 0.3

@@ -1,4 +1,7 @@
-"""Llama, families that differ from it in few fields (Phi 3, Granite, Seed-OSS, SmolLM 3), and the text of Llama 4."""
+"""Llama, families that differ from it in few fields, and the text of Llama 4.
+
+The former are Phi 3, Granite, Seed-OSS, SmolLM 3, ERNIE 4.5 and Hunyuan.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +17,7 @@ from groupax.models.families.fields import (
     needed,
     read_rope,
     require,
+    rope_table,
     sliding_layers,
 )
 
@@ -35,6 +39,7 @@ LLAMA4_DEFAULTS = {
     "use_qk_norm": True,
 }
 CHUNKED = "chunked_attention"
+HUNYUAN_NAMES = (("q_norm", "self_attn.query_layernorm"), ("k_norm", "self_attn.key_layernorm"))
 LLAMA4_NAMES = tuple((name, f"feed_forward.{name}_proj") for name in ("gate", "up", "down"))
 
 
@@ -87,6 +92,30 @@ def read_smollm3(hf: Mapping[str, Any]) -> ModelConfig:
         mlp_bias=hf.get("mlp_bias", False),
         **biases(hf),
     )
+
+
+def read_ernie4_5(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads ERNIE 4.5: interleaved rotary embeddings, heads of 128 dims, and biases in all matrices or none."""
+    defaults = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True}
+    hf, bias = {**defaults, **hf}, hf.get("use_bias", False)
+    rope = read_rope(hf, head_dim_of(hf), interleaved=True)
+    return model_config(hf, ropes=rope, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+
+
+def read_hunyuan_v1_dense(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Hunyuan: Llama with norms of each head's queries and keys after rotary embeddings.
+
+    The base of these may be multiplied by alpha^(H / (H - 2)), which files call "dynamic". What else such a table
+    has is of other kinds, and not applied by transformers either.
+    """
+    hf = {"rms_norm_eps": 1e-5, **hf}
+    require(hf, {"use_qk_norm": True, "use_cla": False})
+    head_dim, table = head_dim_of(hf), dict(rope_table(hf) or {})
+    if (alpha := table.get("alpha")) and "dynamic" in (table.get("rope_type"), table.get("type")):
+        theta = table.get("rope_theta") or hf.get("rope_theta") or 10_000.0
+        table = {"rope_theta": theta * alpha ** (head_dim / (head_dim - 2))}
+    rope = read_rope(hf, head_dim, table)
+    return model_config(hf, ropes=rope, qk_norm="head_after_rope", module_names=HUNYUAN_NAMES, **biases(hf))
 
 
 def read_llama4(hf: Mapping[str, Any]) -> ModelConfig:
