@@ -254,6 +254,7 @@ class Experts:
         has_bias: Whether the router and the matrices of experts have biases.
         fused: Whether and how a checkpoint has `gate_name` and `up_name` in one tensor [E, D, 2 F], which both of these
             name, and the third matrix of all experts in another one, [E, F, D]; None for a tensor per matrix.
+        fused_is_transposed: Whether such tensors are as above; otherwise they are [E, 2 F, D] and [E, D, F].
         squares_are_kept: Whether such a tensor has its last two dims in the other order, [E, 2 F, D] or [E, D, F], if
             they are equal, as its other readers assume, who tell the order by the shape.
         has_shared_gate: Whether the output of that layer is multiplied by the sigmoid of a logit per token.
@@ -277,6 +278,7 @@ class Experts:
     weighs_inputs: bool = False
     has_bias: bool = False
     fused: FusedExperts | None = None
+    fused_is_transposed: bool = True
     squares_are_kept: bool = False
     has_shared_gate: bool = False
     sum_eps: float = 1e-20

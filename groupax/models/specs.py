@@ -326,7 +326,7 @@ def _gated_specs(own: str, name: str, sizes: tuple[int, int], axis: str, bias: b
 
 
 def _expert_specs(experts: Experts, D: int, prefix: str) -> dict[str, Spec]:
-    """Returns a router and its experts; fused tensors are transposed, and have gate and up in one of them."""
+    """Returns a router and its experts; fused tensors may be transposed, and have gate and up in one of them."""
     E, F = experts.num, experts.ffn_size
     first_row, row_step = (1, 2) if experts.fused == "alternating" else (F, 1)
     specs = _linear("router", f"{prefix}.{experts.router_name}", (E, D), (None, "embed"), experts.has_bias)
@@ -344,7 +344,8 @@ def _expert_specs(experts: Experts, D: int, prefix: str) -> dict[str, Spec]:
             specs[f"expert_{own}_bias"] = bias
         _, out_size, in_size = spec.fused_shape
         is_kept = experts.squares_are_kept and out_size == in_size
-        specs[f"expert_{own}"] = replace(spec, is_transposed=experts.fused is not None and not is_kept)
+        is_transposed = experts.fused is not None and experts.fused_is_transposed and not is_kept
+        specs[f"expert_{own}"] = replace(spec, is_transposed=is_transposed)
     if experts.has_correction:
         name = f"{prefix}.{experts.correction_name}"
         specs[ROUTER_CORRECTION] = Spec((E,), (None,), name, init="zeros", is_float32=True)

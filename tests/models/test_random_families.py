@@ -248,6 +248,13 @@ def olmoe(rng):
     return hf | own | flags | {"rope_parameters": plain(rng)}
 
 
+def granitemoe(rng):
+    own = {"num_local_experts": int(rng.integers(3, 7)), "num_experts_per_tok": int(rng.integers(1, 4))}
+    scales = {name: float(pick(rng, 0.5, 2)) for name in ("embedding_multiplier", "residual_multiplier")}
+    scales |= {"attention_multiplier": 0.3, "logits_scaling": float(pick(rng, 0.5, 4))}
+    return common(rng) | own | scales | {"attention_bias": bool(rng.integers(2)), "rope_parameters": plain(rng)}
+
+
 def gemma(rng):
     act = pick(rng, "gelu", "gelu_pytorch_tanh", "silu")
     return common(rng) | {"hidden_act": act, "attention_bias": bool(rng.integers(2)), "rope_parameters": plain(rng)}
@@ -307,28 +314,8 @@ def nemotron(rng):
 
 
 FAMILIES = (
-    *(
-        deepseek_v3,
-        ernie4_5,
-        exaone4,
-        gemma,
-        glm4,
-        glm4_moe,
-        gpt2,
-        gpt_neox,
-        gpt_oss,
-        hunyuan_v1_dense,
-        lfm2,
-        lfm2_moe,
-        llama4_text,
-        ministral3,
-        nemotron,
-        olmo3,
-        olmoe,
-        qwen2_moe,
-        qwen3_5_moe_text,
-        qwen3_5_text,
-    ),
+    *(deepseek_v3, ernie4_5, exaone4, gemma, glm4, glm4_moe, gpt2, gpt_neox, gpt_oss, granitemoe, hunyuan_v1_dense),
+    *(lfm2, lfm2_moe, llama4_text, ministral3, nemotron, olmo3, olmoe, qwen2_moe, qwen3_5_moe_text, qwen3_5_text),
     *(qwen3_next, seed_oss, starcoder2),
 )
 DRAWS = {each.__name__: each for each in FAMILIES}

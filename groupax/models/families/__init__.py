@@ -32,6 +32,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "gpt_neox": gpt.read_gpt_neox,
     "gpt_oss": gpt_oss.read_gpt_oss,
     "granite": llama.read_granite,
+    "granitemoe": llama.read_granitemoe,
     "hunyuan_v1_dense": llama.read_hunyuan_v1_dense,
     "lfm2": lfm2.read_lfm2,
     "lfm2_moe": lfm2.read_lfm2_moe,
@@ -123,8 +124,8 @@ _BY_KEYS = {
     "": "llama",
 }
 _MIXTURES = {
-    *("deepseek_v3", "glm4_moe", "gpt_oss", "lfm2_moe", "llama4_text", "mixtral", "olmoe"),
-    *("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
+    *("deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "lfm2_moe", "llama4_text", "mixtral"),
+    *("olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
 }
 _FEW_KEYS = 5  # of a file that says nothing of an architecture
 # Numbers of layers that predict several tokens ahead.

@@ -57,8 +57,12 @@ def read_phi3(hf: Mapping[str, Any]) -> ModelConfig:
     return model_config(hf, ropes=rope, windows=hf.get("sliding_window"), **fused)
 
 
-def read_granite(hf: Mapping[str, Any]) -> ModelConfig:
-    """Reads Granite: Llama with multipliers of embeddings, attention scores, residuals and logits."""
+def read_granite(hf: Mapping[str, Any], experts: Experts | None = None) -> ModelConfig:
+    """Reads Granite: Llama with multipliers of embeddings, attention scores, residuals and logits.
+
+    Args:
+        experts: Those of a mixture.
+    """
     return model_config(
         hf,
         attention_scale=float(hf.get("attention_multiplier", 1.0)),
@@ -66,8 +70,28 @@ def read_granite(hf: Mapping[str, Any]) -> ModelConfig:
         residual_scale=float(hf.get("residual_multiplier", 1.0)),
         logit_scale=1.0 / hf.get("logits_scaling", 1.0),
         mlp_bias=hf.get("mlp_bias", False),
+        experts=experts,
         **biases(hf),
     )
+
+
+def read_granitemoe(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Granite 3's mixtures: Granite with experts in all layers, in one tensor for their first two matrices."""
+    experts = Experts(
+        num=needed(hf, "num_local_experts"),
+        per_token=needed(hf, "num_experts_per_tok"),
+        ffn_size=needed(hf, "intermediate_size"),
+        norm_topk_prob=True,  # the same as a softmax over the logits of the chosen ones
+        layers=tuple(range(needed(hf, "num_hidden_layers"))),
+        aux_loss_coef=hf.get("router_aux_loss_coef", 0.001),
+        fused="halves",
+        fused_is_transposed=False,
+        router_name="block_sparse_moe.router.layer",
+        gate_name="block_sparse_moe.input_linear.weight",
+        up_name="block_sparse_moe.input_linear.weight",
+        down_name="block_sparse_moe.output_linear.weight",
+    )
+    return read_granite(hf, experts)
 
 
 def read_seed_oss(hf: Mapping[str, Any]) -> ModelConfig:
