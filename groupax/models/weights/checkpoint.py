@@ -155,7 +155,7 @@ def load_model(
         starts = range(0, num_rows, COMPARED_ROWS)
         parts = (slice(start, min(start + COMPARED_ROWS, num_rows)) for start in starts)
         pairs = ([tensors[name].read((part, slice(None))) for name in (head, embedding)] for part in parts)
-        if not all(np.array_equal(*pair) for pair in pairs):
+        if not all(np.array_equal(own, embedded) for own, embedded in pairs):
             raise ValueError(
                 f"{folder}: config.json ties the head to the embedding, but {head} and {embedding} differ; set "
                 "tie_word_embeddings to false there, so that they are two weights"
