@@ -5,15 +5,18 @@ from typing import Literal
 
 from groupax.models.vision.config import VisionConfig
 
-# Kinds of norms: by the root mean square, the same with weights centered at 0, or by mean and standard deviation.
-NormKind = Literal["rms", "zero_centered_rms", "layer"]
+# Kinds of norms: by the root mean square, or by mean and standard deviation, either also with weights centered at 0.
+NormKind = Literal["rms", "zero_centered_rms", "layer", "zero_centered_layer"]
 # Norms of queries and keys: none, per head with shared weights, per head with separate weights, over all heads, or per
-# head without weights, after rotary embeddings and only in layers that have these.
-QKNorm = Literal["none", "head", "each_head", "all_heads", "after_rope"]
+# head without weights or with shared ones, after rotary embeddings; the former only in layers that have these.
+QKNorm = Literal["none", "head", "each_head", "all_heads", "after_rope", "head_after_rope"]
 # Activations of feed-forward layers, by Hugging Face's names.
-Activation = Literal["silu", "gelu_pytorch_tanh"]
-# Norms of a block: before attention and feed-forward, after them, both, or one before the two in parallel.
-BlockKind = Literal["pre_norm", "post_norm", "sandwich_norm", "parallel"]
+Activation = Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu2"]
+# Norms of a block: before attention and feed-forward, after them, both, or, of the two in parallel, one before both or
+# one before each.
+BlockKind = Literal["pre_norm", "post_norm", "sandwich_norm", "parallel", "parallel_norms"]
+# How one matrix has the queries, keys and values of all heads: those of a head together, or all queries first.
+JointQKV = Literal["by_head", "by_kind"]
 # Scores of experts: a softmax over all of them, or the sigmoid of each one's logit.
 ExpertScores = Literal["softmax", "sigmoid"]
 # How a checkpoint has the two matrices of a hidden size in one tensor: as halves, or with a column of each in turn.
@@ -251,6 +254,7 @@ class Experts:
         has_bias: Whether the router and the matrices of experts have biases.
         fused: Whether and how a checkpoint has `gate_name` and `up_name` in one tensor [E, D, 2 F], which both of these
             name, and the third matrix of all experts in another one, [E, F, D]; None for a tensor per matrix.
+        fused_is_transposed: Whether such tensors are as above; otherwise they are [E, 2 F, D] and [E, D, F].
         squares_are_kept: Whether such a tensor has its last two dims in the other order, [E, 2 F, D] or [E, D, F], if
             they are equal, as its other readers assume, who tell the order by the shape.
         has_shared_gate: Whether the output of that layer is multiplied by the sigmoid of a logit per token.
@@ -274,6 +278,7 @@ class Experts:
     weighs_inputs: bool = False
     has_bias: bool = False
     fused: FusedExperts | None = None
+    fused_is_transposed: bool = True
     squares_are_kept: bool = False
     has_shared_gate: bool = False
     sum_eps: float = 1e-20
@@ -318,6 +323,8 @@ class ModelConfig:
         query_growth: Growth of the queries with their position; None for none.
         latent: Latent attention; then a cache has one head of keys and values. None for ordinary attention.
         sinks: Whether each head has a logit that adds to the sum of its softmax, without a value.
+        norm_bias: Whether the norms of hidden states have biases.
+        gated: Whether the activation of feed-forward layers is a gate of further factors (see `layers.mlp`).
         recurrent: What some layers have in place of attention; None if all have attention.
         attention_gate: Whether outputs of attention are multiplied by sigmoids, whose logits the matrix of the queries
             gives after each head's queries.
@@ -325,7 +332,10 @@ class ModelConfig:
         embedding_scale, residual_scale, logit_scale: Factors of embeddings, of each block's output, and of logits.
         experts: Mixture of experts; None for a dense model.
         module_names: Names of a layer's modules in a checkpoint, by ours, where they are not those of most families;
-            also that of the final norm.
+            also those of the whole decoder, of its embedding, layers and final norm, and of the head.
+        joint_qkv: How one matrix computes queries, keys and values (see `JointQKV`); None for a matrix of each.
+        num_learned_positions: Number of positions with a learned vector, which is added to embeddings; 0 for none.
+        transposed: Whether a checkpoint has the matrices of layers as [in, out].
         fused_qkv: Whether a checkpoint has queries, keys and values in one tensor.
         fused_gate_up: Whether a checkpoint has the two matrices of a feed-forward layer's hidden size in one tensor.
         vision: The part that sees images; None for a model of text.
@@ -345,9 +355,11 @@ class ModelConfig:
     attention_scale: float
     norm: NormKind = "rms"
     norm_eps: float = 1e-6
+    norm_bias: bool = False
     block: BlockKind = "pre_norm"
     qk_norm: QKNorm = "none"
     activation: GatedActivation = "silu"
+    gated: bool = True
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -364,6 +376,9 @@ class ModelConfig:
     logit_scale: float = 1.0
     experts: Experts | None = None
     module_names: tuple[tuple[str, str], ...] = ()
+    joint_qkv: JointQKV | None = None
+    num_learned_positions: int = 0
+    transposed: bool = False
     fused_qkv: bool = False
     fused_gate_up: bool = False
     num_labels: int = 0
@@ -393,6 +408,11 @@ class ModelConfig:
             for window in self.windows
         ):
             raise ValueError(f"a window must have at least one position, got {self.windows}")
+        if self.num_learned_positions and self.max_positions > self.num_learned_positions:
+            raise ValueError(
+                f"the model has learned {self.num_learned_positions} positions; sequences of {self.max_positions} need "
+                "more: set max_positions to at most that"
+            )
         if not self.attention_layers:
             raise ValueError(
                 f"none of the {self.num_layers} layers has attention, by which groupax counts the memory of sequences; "
@@ -411,10 +431,14 @@ class ModelConfig:
         ]
         return kinds.index(kinds[layer])
 
+    def module(self, name: str, usual: str) -> str:
+        """Returns the name of a module in a checkpoint, given its name in most families."""
+        return dict(self.module_names).get(name, usual)
+
     @property
     def prefix(self) -> str:
         """Prefix of the decoder's weights in a checkpoint."""
-        return self.vision.text_prefix if self.vision else "model."
+        return self.vision.text_prefix if self.vision else f"{self.module('decoder', 'model')}."
 
     @property
     def update_heads(self) -> tuple[int, int]:

@@ -21,9 +21,10 @@ from groupax.models.experts import Router, Routing, mixture_of_experts
 from groupax.models.latent_attention import latent_attention
 from groupax.models.layers import (
     NORMS,
-    gated_mlp,
     linear,
     lookup,
+    mlp,
+    plus_bias,
     row_parallel_linear,
     scaled,
     vocabulary_logits,
@@ -32,7 +33,7 @@ from groupax.models.params import gather_weight, gather_weights
 from groupax.models.recurrent import Recurrence, empty_state, recurrent_layer
 from groupax.models.rope import Tables, apply_rope, query_factors, rope_tables
 from groupax.models.specs import ROUTER_CORRECTION, Params, layer_specs
-from groupax.parallel.collectives import axis_index, psum, psum_grad
+from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
 from groupax.parallel.mesh import GATHERED, REPLICATED, Layout
 from groupax.parallel.pytree import pytree
 
@@ -137,6 +138,8 @@ def forward(
     x = _embed(params, tokens, execution, layout)
     if config.embedding_scale != 1.0:  # rounded to the parameters' dtype, as in transformers
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
+    if config.num_learned_positions:
+        x = x + lookup(gather_weight(layout, (None, "embed"), params["positions"], execution.reduce_dtype), positions)
     if images is not None:
         x = jnp.where(images.feature_index[:, None] < 0, x, _features(images, 0, x.dtype))
     at = _At.positions(config, positions, x.dtype)
@@ -144,7 +147,7 @@ def forward(
     def layer(x: Array, given: tuple[Params, Array | None], cache: Any, index: int) -> tuple[Array, Any, Any]:
         weights, chosen = given
         weights = gather_weights(layout, layer_specs(config, index), weights, execution.reduce_dtype)
-        h = _norm(config, x, weights.get("attention_norm"))
+        h = _norm(config, x, weights, "attention_norm")
         bound, is_cached = partial(attend, config.attention(index), cache), cache is not None
         if config.is_recurrent(index):
             assert recur is not None, "callers pass it for models with recurrent layers"
@@ -157,10 +160,11 @@ def forward(
             attended, cache = latent_attention(
                 config.latent, weights, h, rotate, bound, is_cached, layout.axis("heads")
             )
-        x = x + _residual(config, attended, weights.get("attention_out_norm"))
-        h = h if config.block == "parallel" else _norm(config, x, weights.get("mlp_norm"))
+        block_input, x = x, x + _residual(config, attended, weights, "attention_out_norm")
+        if config.block != "parallel":
+            h = _norm(config, block_input if config.block == "parallel_norms" else x, weights, "mlp_norm")
         out, routing = _mlp(config, index, weights, h, layout, chosen)
-        return x + _residual(config, out, weights.get("mlp_out_norm")), cache, routing
+        return x + _residual(config, out, weights, "mlp_out_norm"), cache, routing
 
     compiled = _with_checkpointing(layer, execution, layout)
     scans = execution.scan_layers and caches is None
@@ -177,7 +181,7 @@ def forward(
     kinds[:num_later] = [("features", index) for index in range(num_later)]  # which no scan may repeat
     layers = list(zip(params["layers"], _choices(config, recorded), strict=True))
     x, routings = apply_layers(apply_layer, x, layers, kinds)
-    hidden = scaled(_norm(config, x, params["final_norm"]), config.hidden_scale)
+    hidden = scaled(_norm(config, x, params, "final_norm"), config.hidden_scale)
     return ForwardOutput(hidden, caches, [routing for routing in routings if routing is not None])
 
 
@@ -247,28 +251,43 @@ def _attention(
 ) -> tuple[Float[Array, "M D"], Any]:
     M, axis = h.shape[0], layout.axis("heads")
     h, weights = psum_grad(h, axis), _with_psum_grads(config, weights, layout)
-    q, k = (linear(h, weights[name], weights.get(f"{name}_bias")) for name in ("q", "k"))
+    q, k, v = _queries_keys_values(config, weights, h, axis)
     if config.qk_norm == "all_heads":
-        q, k = _norm(config, q, weights["q_norm"]), _norm(config, k, weights["k_norm"])
-    v = linear(h, weights["v"], weights.get("v_bias"))
+        q, k = _norm(config, q, weights, "q_norm"), _norm(config, k, weights, "k_norm")
     gate = None
     if config.attention_gate:
         q, gate = jnp.split(q.reshape(M, -1, 2 * config.head_dim), 2, axis=-1)
     q, k, v = (x.reshape(M, -1, config.head_dim) for x in (q, k, v))
     if config.qk_norm in ("head", "each_head"):
-        q, k = _norm(config, q, weights["q_norm"]), _norm(config, k, weights["k_norm"])
+        q, k = _norm(config, q, weights, "q_norm"), _norm(config, k, weights, "k_norm")
     rope, growth, factors = config.ropes[index], config.query_growth, at.query_factors
     q, k = (_rotated(rope, at, x) for x in (q, k))
-    if config.qk_norm == "after_rope" and rope is not None:
+    if config.qk_norm == "head_after_rope":
+        q, k = _norm(config, q, weights, "q_norm"), _norm(config, k, weights, "k_norm")
+    elif config.qk_norm == "after_rope" and rope is not None:
         unit = jnp.ones(config.head_dim, q.dtype)
-        q, k = _norm(config, q, unit), _norm(config, k, unit)
+        q, k = (NORMS[config.norm](x, unit, config.norm_eps) for x in (q, k))
     if growth is not None and factors is not None and (rope is None or not growth.only_without_rope):
         q = q * factors
-    if axis is not None and layout.axis("kv_heads") is None:
+    if axis is not None and layout.axis("kv_heads") is None and config.joint_qkv is None:
         k, v = (local_kv_heads(x, q.shape[1], axis) for x in (k, v))
     out, cache = attend(q, k, v, *([weights["sinks"]] if config.sinks else []))
     out = out if gate is None else out * jax.nn.sigmoid(gate)
     return row_parallel_linear(out.reshape(M, -1), weights["o"], weights.get("o_bias"), axis), cache
+
+
+def _queries_keys_values(
+    config: ModelConfig, weights: Params, h: Float[Array, "M D"], axis: Axis
+) -> tuple[Float[Array, "M O"], ...]:
+    """Computes the queries, keys and values of a device's heads."""
+    if config.joint_qkv is None:
+        return tuple(linear(h, weights[name], weights.get(f"{name}_bias")) for name in ("q", "k", "v"))
+    qkv, M, N, H = linear(h, weights["qkv"], weights.get("qkv_bias")), len(h), config.num_heads, config.head_dim
+    if config.joint_qkv == "by_head":
+        return tuple(x.reshape(M, -1) for x in jnp.split(qkv.reshape(M, -1, 3 * H), 3, axis=-1))
+    heads = (x.reshape(M, N, H) for x in jnp.split(qkv, 3, axis=-1))
+    num_own = N if axis is None else N // axis_size(axis)
+    return tuple((x if axis is None else local_kv_heads(x, num_own, axis)).reshape(M, -1) for x in heads)
 
 
 def _rotated(rope: Rope | None, at: _At, x: Float[Array, "M n H"]) -> Float[Array, "M n H"]:
@@ -281,7 +300,8 @@ def _with_psum_grads(config: ModelConfig, weights: Params, layout: Layout) -> Pa
     if axis is None:
         return weights
     names = [] if layout.axis("kv_heads") else ["k", "v", "k_bias", "v_bias", "k_norm"]
-    names += ["q_norm", "k_norm"] if config.qk_norm == "head" else []
+    names += ["qkv", "qkv_bias"] if config.joint_qkv == "by_kind" else []
+    names += ["q_norm", "k_norm"] if config.qk_norm in ("head", "head_after_rope") else []
     return {
         name: jax.tree.map(lambda x: psum_grad(x, axis), weight) if name in names else weight
         for name, weight in weights.items()
@@ -306,24 +326,26 @@ def _mlp(
         )
         if config.experts.shared_ffn_size:
             shared = weights["shared_gate"], weights["shared_up"], weights["shared_down"]
-            extra = gated_mlp(h, *shared, (None, None, None), config.activation, layout.axis("shared_ffn"))
+            extra = mlp(h, *shared, (None, None, None), config.activation, layout.axis("shared_ffn"))
             if config.experts.has_shared_gate:
                 extra = jax.nn.sigmoid(linear(h, weights["shared_logit"])) * extra
             out = out + extra
         return out, routing
     biases = (weights.get("gate_bias"), weights.get("up_bias"), weights.get("down_bias"))
-    matrices = weights["gate"], weights["up"], weights["down"]
-    return gated_mlp(h, *matrices, biases, config.activation, layout.axis("ffn")), None
+    matrices = weights.get("gate"), weights["up"], weights["down"]
+    return mlp(h, *matrices, biases, config.activation, layout.axis("ffn")), None
 
 
-def _norm(config: ModelConfig, x: Array, weight: Array | None) -> Array:
-    """Applies the family's norm; without a weight there is no norm."""
-    return x if weight is None else NORMS[config.norm](x, weight, config.norm_eps)
+def _norm(config: ModelConfig, x: Array, weights: Params, name: str) -> Array:
+    """Applies the family's norm with the weights of a name; without these there is no norm."""
+    if name not in weights:
+        return x
+    return plus_bias(NORMS[config.norm](x, weights[name], config.norm_eps), weights.get(f"{name}_bias"))
 
 
-def _residual(config: ModelConfig, x: Array, norm: Array | None) -> Array:
+def _residual(config: ModelConfig, x: Array, weights: Params, norm: str) -> Array:
     """Returns what a block adds to the residual stream."""
-    return scaled(_norm(config, x, norm), config.residual_scale)
+    return scaled(_norm(config, x, weights, norm), config.residual_scale)
 
 
 def head_weights(params: Params) -> Array:

@@ -132,9 +132,10 @@ def _saved_numbers(config: ModelConfig, layer: dict[str, Spec], index: int) -> d
     heads, mixed = NH + 2 * KH, qk_norms + 3 * NH + 2 * KH
     if config.is_recurrent(index):
         NH, heads, mixed = 0, *_projected_numbers(config)
-    products = (2 + ("mlp_out_norm" in layer)) * D + heads + 2 * F + routed
+    factors = 1 + config.gated
+    products = (2 + ("mlp_out_norm" in layer)) * D + heads + factors * F + routed
     return {
-        "none": (2 + num_norms) * D + mixed + 3 * F + 2 * routed,
+        "none": (2 + num_norms) * D + mixed + (factors + 1) * F + 2 * routed,
         "all_dots": products + NH,
         "dots": products,
         "full": D,
@@ -237,9 +238,12 @@ def _architecture(config: ModelConfig) -> str:
 def _parameters(config: ModelConfig) -> list[str]:
     specs = model_specs(config)
     layers = sum(_size(spec) for spec in jax.tree.leaves(specs["layers"]))
-    head = sum(_size(spec) for name in ("head", "score") if (spec := specs.get(name)))
+    embedding, head = (
+        sum(_size(specs[name]) for name in names if name in specs)
+        for names in (("embed", "positions"), ("head", "score"))
+    )
     vision = sum(_size(spec) for spec in jax.tree.leaves(specs.get("vision")))
-    parts = {"layers": layers, "embedding": _size(specs["embed"]), "head": head, "images": vision}
+    parts = {"layers": layers, "embedding": embedding, "head": head, "images": vision}
     counted = [_row(f"  {name}", f"{count:,}") for name, count in parts.items() if count]
     return [_row("parameters", f"{num_params(config):,}"), *counted]
 

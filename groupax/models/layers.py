@@ -38,6 +38,11 @@ def layer_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) 
     return _norm(x, weight, eps, "layer")
 
 
+def zero_centered_layer_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) -> Float[Array, "*M D"]:
+    """Computes (x - mean(x)) / std(x) * (1 + weight), without a bias, all in float32 (Nemotron's model code)."""
+    return _norm(x, weight, eps, "zero_centered_layer")
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _norm(x: Array, weight: Array, eps: float, kind: NormKind) -> Array:
     return _norm_forward(x, weight, eps, kind)[0]
@@ -45,7 +50,7 @@ def _norm(x: Array, weight: Array, eps: float, kind: NormKind) -> Array:
 
 def _norm_forward(x: Array, weight: Array, eps: float, kind: NormKind) -> tuple[Array, tuple[Any, ...]]:
     """Saves x in its own dtype, and its mean, if it is subtracted, and inverse standard deviation per token."""
-    mean = jnp.mean(x.astype(jnp.float32), axis=-1) if kind == "layer" else None
+    mean = jnp.mean(x.astype(jnp.float32), axis=-1) if kind.endswith("layer") else None
     centered = _centered(x, mean)
     inverse_std = lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1) + eps)
     normed = centered * inverse_std[..., None]
@@ -63,7 +68,7 @@ def _norm_backward(_: float, kind: NormKind, saved: tuple[Any, ...], cotangent: 
     wide = cotangent.astype(jnp.float32)
     slope = wide * _broadcast_weight(_norm_factor(weight, kind), x)
     d_x = slope - normed * jnp.mean(slope * normed, axis=-1, keepdims=True)
-    d_x = d_x - jnp.mean(slope, axis=-1, keepdims=True) if kind == "layer" else d_x
+    d_x = d_x - jnp.mean(slope, axis=-1, keepdims=True) if mean is not None else d_x
     d_weight = _sum_leading(wide * normed, weight.ndim)
     return (d_x * inverse_std[..., None]).astype(x.dtype), d_weight.astype(weight.dtype)
 
@@ -77,17 +82,21 @@ def _centered(x: Float[Array, "*M D"], mean: Float[Array, "*M"] | None) -> Float
 
 
 def _norm_factor(weight: Float[Array, "*W"], kind: NormKind) -> Float[Array, "*W"]:
-    return weight.astype(jnp.float32) + np.float32(kind == "zero_centered_rms")
+    return weight.astype(jnp.float32) + np.float32(kind.startswith("zero_centered"))
 
 
 NORMS: dict[NormKind, Callable[[Array, Array, float], Array]] = {
     "rms": rms_norm,
     "zero_centered_rms": zero_centered_rms_norm,
     "layer": layer_norm,
+    "zero_centered_layer": zero_centered_layer_norm,
 }
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_new": partial(jax.nn.gelu, approximate=True),
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 
@@ -141,8 +150,12 @@ def linear(x: Float[Array, "*M I"], weight: Weight, bias: Array | None = None) -
     """Applies a weight [O, I] and an optional bias. The weight may be quantized or adapted."""
     if isinstance(weight, AdaptedWeight):
         return linear(x, weight.base, bias) + low_rank_linear(x, weight)
-    y = dense_linear(x, weight) if isinstance(weight, Array) else _quantized_linear(x, weight)
-    return y if bias is None else y + _broadcast_weight(bias, y)
+    return plus_bias(dense_linear(x, weight) if isinstance(weight, Array) else _quantized_linear(x, weight), bias)
+
+
+def plus_bias(x: Float[Array, "*M O"], bias: Array | None) -> Float[Array, "*M O"]:
+    """Returns x plus a bias [O], or x itself if there is none."""
+    return x if bias is None else x + _broadcast_weight(bias, x)
 
 
 def row_parallel_linear(
@@ -151,8 +164,7 @@ def row_parallel_linear(
     """Applies `linear` to an input dim that is sharded over a mesh axis; the result is replicated."""
     if axis is None:
         return linear(x, weight, bias)
-    y = psum(linear(x, weight), axis)
-    return y if bias is None else y + _broadcast_weight(bias, y)
+    return plus_bias(psum(linear(x, weight), axis), bias)
 
 
 @jax.custom_vjp
@@ -190,30 +202,36 @@ def vocabulary_logits(
 
 
 def gated_activation(
-    activation: GatedActivation, gate: Float[Array, "*M F"], up: Float[Array, "*M F"]
+    activation: GatedActivation, gate: Float[Array, "*M F"], up: Float[Array, "*M F"] | None
 ) -> Float[Array, "*M F"]:
-    """Computes activation(gate) * up, or an activation of both. In lower precision it is rounded once."""
+    """Computes activation(gate) * up, an activation of both, or activation(gate) if there is no other factor.
+
+    In lower precision it is rounded once.
+    """
     return _gated(activation, gate, up) if gate.dtype == jnp.float32 else _gated_low_precision(activation, gate, up)
 
 
-def _gated(activation: GatedActivation, gate: Float[Array, "*M F"], up: Float[Array, "*M F"]) -> Float[Array, "*M F"]:
+def _gated(activation: GatedActivation, gate: Array, up: Array | None) -> Float[Array, "*M F"]:
     if not isinstance(activation, ClampedSwiglu):
-        return ACTIVATIONS[activation](gate) * up
+        return ACTIVATIONS[activation](gate) if up is None else ACTIVATIONS[activation](gate) * up
+    assert up is not None, "no family clamps an activation that is no gate"
     limit = np.float32(activation.limit)
     gate = jnp.minimum(gate, limit)
     return (jnp.clip(up, -limit, limit) + 1.0) * gate * jax.nn.sigmoid(gate * np.float32(activation.alpha))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_low_precision(activation: GatedActivation, gate: Array, up: Array) -> Array:
+def _gated_low_precision(activation: GatedActivation, gate: Array, up: Array | None) -> Array:
     return _gated_float32(activation, gate, up).astype(gate.dtype)
 
 
-def _gated_float32(activation: GatedActivation, gate: Array, up: Array) -> Float[Array, "*M F"]:
-    return _gated(activation, gate.astype(jnp.float32), up.astype(jnp.float32))
+def _gated_float32(activation: GatedActivation, gate: Array, up: Array | None) -> Float[Array, "*M F"]:
+    return _gated(activation, *jax.tree.map(lambda x: x.astype(jnp.float32), (gate, up)))
 
 
-def _gated_backward(activation: GatedActivation, factors: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+def _gated_backward(
+    activation: GatedActivation, factors: tuple[Array, Array | None], cotangent: Array
+) -> tuple[Array, Array | None]:
     """Recomputes from the factors alone, as a function of the cotangent, so that XLA keeps no float32 intermediates."""
     gate, up = factors
     gate = _depending_on(cotangent, gate)
@@ -225,22 +243,26 @@ _gated_low_precision.defvjp(
 )
 
 
-def gated_mlp(
+def mlp(
     x: Float[Array, "*M D"],
-    gate: Weight,
+    gate: Weight | None,
     up: Weight,
     down: Weight,
     biases: tuple[Array | None, Array | None, Array | None],
     activation: GatedActivation = "silu",
     axis: Axis = None,
 ) -> Float[Array, "*M D"]:
-    """Computes down(activation(gate x) * up x); with "silu" this is SwiGLU (arXiv:2002.05202, without its constant).
+    """Computes down(activation(gate x) * up x), or down(activation(up x)) if there is no gate.
 
-    With an axis, inside a shard_map, the F dim is sharded over it.
+    With a gate and "silu" this is SwiGLU (arXiv:2002.05202, without its constant). With an axis, inside a shard_map,
+    the F dim is sharded over it.
     """
     gate_bias, up_bias, down_bias = biases
     x = psum_grad(x, axis)
-    between = gated_activation(activation, linear(x, gate, gate_bias), linear(x, up, up_bias))
+    factors = linear(x, up, up_bias), None
+    if gate is not None:
+        factors = linear(x, gate, gate_bias), factors[0]
+    between = gated_activation(activation, *factors)
     return row_parallel_linear(between, down, down_bias, axis)
 
 

@@ -38,8 +38,8 @@ PEFT_DEFAULT = ("q_proj", "v_proj")
 PREFIX = "base_model.model."
 # Fields of a `peft.LoraConfig` that have no effect here.
 _INERT = (
-    "auto_mapping base_model_name_or_path eva_config inference_mode init_lora_weights loftq_config megatron_core "
-    "peft_type peft_version qalora_group_size revision runtime_config task_type"
+    "auto_mapping base_model_name_or_path eva_config fan_in_fan_out inference_mode init_lora_weights loftq_config "
+    "megatron_core peft_type peft_version qalora_group_size revision runtime_config task_type"
 )
 
 
@@ -186,7 +186,12 @@ def _check_modules(config: ModelConfig, weights: Sequence[Spec], targets: set[st
             raise ValueError(
                 f"target_modules names {name}, which is not a matrix of a layer; train it fully with modules_to_save"
             )
-    if config.tie_embeddings and saved & {f"{config.prefix}embed_tokens", "lm_head"}:
+    if unlike := {name for name in saved if modules[name].is_transposed or name == "embed_out"}:
+        raise ValueError(
+            f"modules_to_save names {', '.join(sorted(unlike))}, which PEFT has under another name or transposed; "
+            "groupax can only adapt it, by target_modules"
+        )
+    if config.tie_embeddings and saved & {module_name(model_specs(config)["embed"]), "lm_head"}:
         raise ValueError(
             "modules_to_save names the embedding, which this model also uses as its head; PEFT would train a copy of "
             "one of the two, so that they would differ afterwards; remove it from modules_to_save"
@@ -349,7 +354,7 @@ def adapter_config_dict(adapter: Adapter, config: ModelConfig) -> dict[str, Any]
         "use_rslora": lora.use_rslora,
         "modules_to_save": list(lora.modules_to_save) or None,
         "init_lora_weights": True,
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": config.transposed,
     }
 
 

@@ -57,7 +57,7 @@ class Spec:
     @property
     def is_layer_matrix(self) -> bool:
         """True if it is such a matrix of a layer of the decoder, which may be quantized and adapted."""
-        return self.is_matrix and ".layers." in self.name and not self.is_vision_matrix
+        return self.is_matrix and "vocab" not in self.axes and not self.is_vision_matrix
 
     @property
     def is_stacked(self) -> bool:
@@ -106,8 +106,6 @@ def _swapped(dims: tuple[Any, ...], is_transposed: bool) -> tuple[Any, ...]:
 
 Params = dict[str, Any]
 
-# Name in checkpoints; a tied model has only the embedding.
-HEAD = "lm_head.weight"
 # The bias that is added to the experts' scores for their choice, which is not trained, and its names in checkpoints.
 ROUTER_CORRECTION, CORRECTION_NAMES = "router_correction", ("e_score_correction_bias", "expert_bias")
 # Weights that are kept in float32.
@@ -116,26 +114,35 @@ FLOAT32 = (ROUTER_CORRECTION, "a_log", "dt_bias")
 
 def embedding_name(config: ModelConfig) -> str:
     """Returns the name of the embedding in a checkpoint."""
-    return f"{config.prefix}embed_tokens.weight"
+    return f"{config.prefix}{config.module('embed', 'embed_tokens')}.weight"
+
+
+def head_name(config: ModelConfig) -> str:
+    """Returns the name of the head in a checkpoint; a tied model has only the embedding."""
+    return f"{config.module('head', 'lm_head')}.weight"
 
 
 def model_specs(config: ModelConfig) -> Params:
     """Returns a model's tree of `Spec`s.
 
-    It has `embed`, `layers` (a list of dicts), `final_norm`, `head` or `score`, and `vision` if the model sees images.
+    It has `embed`, `layers` (a list of dicts), `final_norm`, `head` or `score`, `positions` if they are learned, and
+    `vision` if the model sees images.
     """
     D, V = config.hidden_size, config.vocab_size
     specs: Params = {
         "embed": Spec((V, D), ("vocab", "embed"), embedding_name(config)),
         "layers": [layer_specs(config, index) for index in range(config.num_layers)],
-        "final_norm": _norm_spec(config, (D,), f"{config.prefix}{dict(config.module_names).get('final_norm', 'norm')}"),
+        **_norm_specs(config, "final_norm", f"{config.prefix}{config.module('final_norm', 'norm')}"),
     }
+    if config.num_learned_positions:
+        name = f"{config.prefix}{config.module('positions', 'positions')}.weight"
+        specs["positions"] = Spec((config.num_learned_positions, D), (None, "embed"), name)
     if config.vision is not None:
         specs["vision"] = vision_specs(config.vision, D)
     if config.num_labels:
         specs["score"] = Spec((config.num_labels, D), (None, "embed"), "score.weight")
     elif not config.tie_embeddings:
-        specs["head"] = Spec((V, D), ("vocab", "embed"), HEAD)
+        specs["head"] = Spec((V, D), ("vocab", "embed"), head_name(config))
     return specs
 
 
@@ -150,14 +157,16 @@ _BLOCK_NORMS: dict[BlockKind, dict[str, str]] = {
         "mlp_out_norm": "post_feedforward_layernorm",
     },
     "parallel": {"attention_norm": "input_layernorm"},
+    "parallel_norms": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
 }
 
 
 def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
     """Returns the `Spec`s of one layer."""
-    prefix, D = f"{config.prefix}layers.{index}", config.hidden_size
-    norms = _BLOCK_NORMS[config.block]
-    specs = {ours: _norm_spec(config, (D,), f"{prefix}.{theirs}") for ours, theirs in norms.items()}
+    prefix, D = f"{config.prefix}{config.module('layers', 'layers')}.{index}", config.hidden_size
+    specs: dict[str, Spec] = {}
+    for ours, theirs in _BLOCK_NORMS[config.block].items():
+        specs |= _norm_specs(config, ours, f"{prefix}.{theirs}")
     if config.is_recurrent(index):
         net = config.recurrent
         assert net is not None, "the layer is recurrent"
@@ -170,6 +179,8 @@ def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
         specs |= _expert_specs(config.experts, D, prefix)
     else:
         specs |= _mlp_specs(config, prefix)
+    if config.transposed:
+        specs = {name: replace(spec, is_transposed=spec.is_matrix) for name, spec in specs.items()}
     return _renamed(specs, prefix, dict(config.module_names))
 
 
@@ -184,8 +195,15 @@ def _renamed(specs: dict[str, Spec], prefix: str, names: dict[str, str]) -> dict
 
 
 def _norm_spec(config: ModelConfig, shape: tuple[int, ...], name: str) -> Spec:
-    init = "zeros" if config.norm == "zero_centered_rms" else "ones"
+    init = "zeros" if config.norm.startswith("zero_centered") else "ones"
     return Spec(shape, (None,) * len(shape), f"{name}.weight", init=init)
+
+
+def _norm_specs(config: ModelConfig, own: str, name: str) -> dict[str, Spec]:
+    """Returns a norm of hidden states, and its bias if it has one."""
+    shape = (config.hidden_size,)
+    bias = {f"{own}_bias": Spec(shape, (None,), f"{name}.bias", init="zeros")} if config.norm_bias else {}
+    return {own: _norm_spec(config, shape, name), **bias}
 
 
 # Output dims of matrices that a mesh may shard; their biases are sharded too.
@@ -214,17 +232,20 @@ def _fuse(specs: dict[str, Spec], names: tuple[str, ...], tensor: str) -> None:
 def _attention_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
     D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     at, specs = f"{prefix}.self_attn", {}
-    for name, size in (("q", N * H * (2 if config.attention_gate else 1)), ("k", K * H), ("v", K * H)):
-        axes = ("heads" if name == "q" else "kv_heads", "embed")
-        specs |= _linear(name, f"{at}.{name}_proj", (size, D), axes, config.qkv_bias)
+    sizes = {"q": N * H * (2 if config.attention_gate else 1), "k": K * H, "v": K * H}
+    axes = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
+    if config.joint_qkv:
+        sizes, axes = {"qkv": 3 * N * H}, {"qkv": "heads" if config.joint_qkv == "by_head" else "mixer"}
+    for name, size in sizes.items():
+        specs |= _linear(name, f"{at}.{name}_proj", (size, D), (axes[name], "embed"), config.qkv_bias)
     if config.fused_qkv:
         _fuse(specs, ("q", "k", "v"), f"{at}.qkv_proj.weight")
     specs |= _linear("o", f"{at}.o_proj", (D, N * H), ("embed", "heads"), config.o_bias)
     if config.sinks:
         specs["sinks"] = Spec((N,), ("heads",), f"{at}.sinks")
     if config.qk_norm not in ("none", "after_rope"):
-        shapes = {"head": ((H,), (H,)), "each_head": ((N, H), (K, H)), "all_heads": ((N * H,), (K * H,))}
-        for name, axis, shape in zip(("q_norm", "k_norm"), ("heads", "kv_heads"), shapes[config.qk_norm], strict=True):
+        shapes = {"each_head": ((N, H), (K, H)), "all_heads": ((N * H,), (K * H,))}.get(config.qk_norm, ((H,), (H,)))
+        for name, axis, shape in zip(("q_norm", "k_norm"), ("heads", "kv_heads"), shapes, strict=True):
             norm = _norm_spec(config, shape, f"{at}.{name}")
             specs[name] = replace(norm, axes=(axis, None)) if config.qk_norm == "each_head" else norm
     return specs
@@ -287,6 +308,8 @@ def _delta_specs(net: GatedDeltaNet, D: int, prefix: str) -> dict[str, Spec]:
 
 def _mlp_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
     specs = _gated_specs("", f"{prefix}.mlp", (config.hidden_size, config.ffn_size), "ffn", config.mlp_bias)
+    if not config.gated:
+        return {name: spec for name, spec in specs.items() if not name.startswith("gate")}
     if config.fused_gate_up:
         _fuse(specs, ("gate", "up"), f"{prefix}.mlp.gate_up_proj.weight")
     return specs
@@ -303,7 +326,7 @@ def _gated_specs(own: str, name: str, sizes: tuple[int, int], axis: str, bias: b
 
 
 def _expert_specs(experts: Experts, D: int, prefix: str) -> dict[str, Spec]:
-    """Returns a router and its experts; fused tensors are transposed, and have gate and up in one of them."""
+    """Returns a router and its experts; fused tensors may be transposed, and have gate and up in one of them."""
     E, F = experts.num, experts.ffn_size
     first_row, row_step = (1, 2) if experts.fused == "alternating" else (F, 1)
     specs = _linear("router", f"{prefix}.{experts.router_name}", (E, D), (None, "embed"), experts.has_bias)
@@ -321,7 +344,8 @@ def _expert_specs(experts: Experts, D: int, prefix: str) -> dict[str, Spec]:
             specs[f"expert_{own}_bias"] = bias
         _, out_size, in_size = spec.fused_shape
         is_kept = experts.squares_are_kept and out_size == in_size
-        specs[f"expert_{own}"] = replace(spec, is_transposed=experts.fused is not None and not is_kept)
+        is_transposed = experts.fused is not None and experts.fused_is_transposed and not is_kept
+        specs[f"expert_{own}"] = replace(spec, is_transposed=is_transposed)
     if experts.has_correction:
         name = f"{prefix}.{experts.correction_name}"
         specs[ROUTER_CORRECTION] = Spec((E,), (None,), name, init="zeros", is_float32=True)

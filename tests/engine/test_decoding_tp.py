@@ -71,6 +71,8 @@ FAMILIES = {
     "parallel-block": ({"model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.5, "vocab_size": 97}, 4),
     "qk-norm": ({"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": False}, 2),
     "experts": ({**MIXTURE, "num_hidden_layers": 1}, 2),
+    "learned-positions": ({"model_type": "gpt2"}, 2),
+    "joint-matrix": ({"model_type": "gpt_neox"}, 2),
     "sinks": ({"model_type": "gpt_oss", **TWO, "num_local_experts": 4, "num_experts_per_tok": 2}, 2),
     "latent-vectors": ({"model_type": "deepseek_v3", **LATENTS, "moe_intermediate_size": 20}, 4),
 }

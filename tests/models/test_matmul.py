@@ -186,8 +186,8 @@ SHAPES = {"tokens": ((6, 40), (40,)), "head": ((6, 4, 16), (16,)), "each_head": 
 
 def plain_norm(kind, x, weight):
     """Computes a norm by its definition, in the dtype of its inputs."""
-    x = x - x.mean(-1, keepdims=True) if kind == "layer" else x
-    factor = 1 + weight if kind == "zero_centered_rms" else weight
+    x = x - x.mean(-1, keepdims=True) if kind.endswith("layer") else x
+    factor = 1 + weight if kind.startswith("zero_centered") else weight
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + EPS) * jnp.broadcast_to(factor, x.shape)
 
 

@@ -194,7 +194,7 @@ def test_a_run_folder_is_no_model_folder_and_the_message_names_its_model(tmp_pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"hidden_act": "relu"}, "hidden_act='relu'"),
         ({"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "rope type 'axial' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' of config.json lacks factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "sections": [1]}}, "sections=.* not apply"),

@@ -230,22 +230,93 @@ def qwen3_next(rng):
     return qwen3_5_text(rng) | with_shared_expert(rng) | own | none
 
 
+def qwen2_moe(rng):
+    hf, own = common(rng), qwen3_next(rng)
+    mixture = ("expert", "moe", "topk", "mlp_only", "sparse")
+    own = {key: value for key, value in own.items() if any(word in key for word in mixture)}
+    window = {"use_sliding_window": True, "sliding_window": int(rng.integers(2, 20)), "max_window_layers": 3}
+    flags = {"qkv_bias": bool(rng.integers(4)), "rope_parameters": pick(rng, plain, yarn)(rng)}
+    return hf | own | flags | pick(rng, window, {"use_sliding_window": False})
+
+
+def olmoe(rng):
+    hf = common(rng)
+    hf["hidden_size"] = 8 * hf["num_attention_heads"]
+    del hf["head_dim"]
+    own = {"num_experts": int(rng.integers(3, 7)), "num_experts_per_tok": int(rng.integers(1, 4))}
+    flags = {name: bool(rng.integers(2)) for name in ("attention_bias", "norm_topk_prob")}
+    return hf | own | flags | {"rope_parameters": plain(rng)}
+
+
+def granitemoe(rng):
+    own = {"num_local_experts": int(rng.integers(3, 7)), "num_experts_per_tok": int(rng.integers(1, 4))}
+    scales = {name: float(pick(rng, 0.5, 2)) for name in ("embedding_multiplier", "residual_multiplier")}
+    scales |= {"attention_multiplier": 0.3, "logits_scaling": float(pick(rng, 0.5, 4))}
+    return common(rng) | own | scales | {"attention_bias": bool(rng.integers(2)), "rope_parameters": plain(rng)}
+
+
+def gemma(rng):
+    act = pick(rng, "gelu", "gelu_pytorch_tanh", "silu")
+    return common(rng) | {"hidden_act": act, "attention_bias": bool(rng.integers(2)), "rope_parameters": plain(rng)}
+
+
+def ernie4_5(rng):
+    return common(rng) | {"use_bias": bool(rng.integers(2)), "rope_parameters": pick(rng, plain, yarn)(rng)}
+
+
+def hunyuan_v1_dense(rng):
+    alpha = {"rope_type": "dynamic", "alpha": float(pick(rng, 2, 1000)), "factor": 1.0, "beta_fast": 32, "mscale": 1.0}
+    table = pick(rng, plain(rng), yarn(rng), plain(rng) | alpha)
+    return common(rng) | {"attention_bias": bool(rng.integers(2)), "rope_parameters": table}
+
+
+def starcoder2(rng):
+    own = {
+        "use_bias": bool(rng.integers(3)),
+        "norm_epsilon": float(pick(rng, 1e-6, 1e-3)),
+        "hidden_act": pick(rng, "gelu_pytorch_tanh", "gelu", "gelu_new"),
+        "sliding_window": pick(rng, None, int(rng.integers(2, 20))),
+    }
+    return common(rng) | own | {"rope_parameters": pick(rng, plain, yarn)(rng)}
+
+
+def gpt2(rng):
+    hf = common(rng)
+    own = {
+        "hidden_size": 8 * hf["num_attention_heads"],
+        "n_inner": pick(rng, None, 40),
+        "activation_function": pick(rng, "gelu_new", "gelu", "silu"),
+        "layer_norm_epsilon": float(pick(rng, 1e-6, 1e-3)),
+        "scale_attn_weights": bool(rng.integers(4)),
+    }
+    del hf["head_dim"]
+    return hf | own
+
+
+def gpt_neox(rng):
+    hf = common(rng)
+    table = pick(rng, plain, yarn)(rng) | {"partial_rotary_factor": float(pick(rng, 0.25, 0.5, 1.0))}
+    own = {
+        "hidden_size": 16 * hf["num_attention_heads"],
+        "layer_norm_eps": float(pick(rng, 1e-6, 1e-3)),
+        "hidden_act": pick(rng, "gelu", "gelu_new"),
+        "rope_parameters": table,
+    }
+    flags = {name: bool(rng.integers(2)) for name in ("attention_bias", "use_parallel_residual")}
+    del hf["head_dim"]
+    return hf | own | flags
+
+
+def nemotron(rng):
+    table = plain(rng) | {"partial_rotary_factor": float(pick(rng, 0.5, 1.0))}
+    flags = {name: bool(rng.integers(2)) for name in ("attention_bias", "mlp_bias")}
+    return common(rng) | flags | {"norm_eps": float(pick(rng, 1e-6, 1e-3)), "rope_parameters": table}
+
+
 FAMILIES = (
-    *(
-        deepseek_v3,
-        exaone4,
-        glm4,
-        glm4_moe,
-        gpt_oss,
-        lfm2,
-        lfm2_moe,
-        llama4_text,
-        ministral3,
-        olmo3,
-        qwen3_5_moe_text,
-        qwen3_5_text,
-    ),
-    *(qwen3_next, seed_oss),
+    *(deepseek_v3, ernie4_5, exaone4, gemma, glm4, glm4_moe, gpt2, gpt_neox, gpt_oss, granitemoe, hunyuan_v1_dense),
+    *(lfm2, lfm2_moe, llama4_text, ministral3, nemotron, olmo3, olmoe, qwen2_moe, qwen3_5_moe_text, qwen3_5_text),
+    *(qwen3_next, seed_oss, starcoder2),
 )
 DRAWS = {each.__name__: each for each in FAMILIES}
 
@@ -316,6 +387,8 @@ def check_adapters(tmp_path, theirs, ours, rows):
         linear = [name.split(".") for name, each in theirs.named_modules() if isinstance(each, torch.nn.Linear)]
         mixers = ("self_attn", "linear_attn", "conv", "shared_expert_gate")
         targets = sorted({name[-1] for name in linear if name[-2:-1] and {*name[-2:]} & {*mixers}})
+    elif not ours.config.gated:
+        targets = "all-linear"
     elif "num_experts_per_tok" not in ours.hf_config:  # PEFT takes other names of these families for experts
         targets.append("down_proj")
     made = add_adapter(ours, LoRAConfig(r=3, target_modules=targets), seed=1)

@@ -83,6 +83,8 @@ CASES = {
     "sp": ({}, (1, 1, 1, 1, 4), {}),
     "experts": (MIXTURE, (1, 2, 2, 1, 1), {"share_prefix": "never", "scan_layers": True}),
     "experts-tp-sp": (MIXTURE, (1, 1, 1, 2, 2), {"share_prefix": "never"}),
+    "learned-positions": ({"model_type": "gpt2"}, (1, 2, 1, 2, 1), {}),
+    "joint-matrix": ({"model_type": "gpt_neox", "attention_bias": True}, (1, 1, 1, 2, 2), {}),
     "convolutions": ({"model_type": "lfm2", **LFM2}, (1, 1, 1, 2, 2), {}),
     "delta-nets": ({"model_type": "qwen3_5_text", **DELTA}, (1, 2, 1, 2, 1), {"gradient_checkpointing": "full"}),
     "delta-nets-sp": ({"model_type": "qwen3_5_text", **DELTA}, (1, 1, 1, 2, 2), {"scan_layers": True}),

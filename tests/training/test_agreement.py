@@ -112,6 +112,8 @@ FAMILIES = [
     ),
     ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}),
     ("lfm2", LFM2),
+    ("gpt2", {}),
+    ("gpt_neox", {"head_dim": None}),
     ("qwen3_5_text", DELTA),
 ]
 

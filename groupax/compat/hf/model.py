@@ -20,7 +20,7 @@ from groupax.core.storage.hub import push_folder
 from groupax.core.storage.replacing import check_disjoint, is_replaceable, merge_into_folder
 from groupax.engine.engine import Engine
 from groupax.models.lora import PREFIX, adapter_specs, count_params, trainable_params_line
-from groupax.models.specs import CORRECTION_NAMES, HEAD, embedding_name, model_specs
+from groupax.models.specs import CORRECTION_NAMES, embedding_name, head_name, model_specs
 from groupax.models.weights.casts import dense, dense_params, is_quantized
 from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.saving import join_tensors, save_adapter, save_model, source_folders, specs_by_name
@@ -268,7 +268,7 @@ class CausalLM:
     def lm_head(self) -> SimpleNamespace:
         """The output layer, whose `weight` is a copy (see `named_parameters`)."""
         config, prefix = self.model.config, PREFIX if self.model.adapter else ""
-        name = embedding_name(config) if config.tie_embeddings else HEAD
+        name = embedding_name(config) if config.tie_embeddings else head_name(config)
         return SimpleNamespace(weight=self.get_parameter(prefix + name))
 
     def num_parameters(self, only_trainable: bool = False) -> int:

@@ -77,34 +77,35 @@ CONFIG = _table(
         "attention_chunk_size? block_ff_dim? block_multiple_of decoder_sparse_step floor_scale head_dim? hidden_size "
         "intermediate_size intermediate_size_mlp kv_lora_rank linear_key_head_dim linear_num_key_heads "
         "linear_num_value_heads linear_value_head_dim max_position_embeddings mm_tokens_per_image "
-        "moe_intermediate_size no_rope_layer_interval num_attention_heads num_key_value_heads? num_labels? "
-        "original_max_position_embeddings? q_lora_rank? qk_nope_head_dim qk_rope_head_dim scale_factor "
-        "shared_expert_intermediate_size sliding_window? v_head_dim vocab_size",
+        "moe_intermediate_size n_embd n_head n_inner? n_positions no_rope_layer_interval num_attention_heads "
+        "num_key_value_heads? num_labels? original_max_position_embeddings? q_lora_rank? qk_nope_head_dim "
+        "qk_rope_head_dim scale_factor shared_expert_intermediate_size v_head_dim vocab_size",
     ),
     (
         FLAG,
         "attention_bias attention_out_bias attn_output_gate block_auto_adjust_ff_dim conv_bias mlp_bias "
-        "norm_topk_prob output_router_logits rope_interleave tie_embedding tie_word_embeddings "
-        "use_expert_bias use_qk_norm use_sliding_window",
+        "norm_topk_prob output_router_logits qkv_bias rope_interleave scale_attn_by_inverse_layer_idx "
+        "scale_attn_weights tie_embedding tie_word_embeddings use_bias use_expert_bias use_parallel_residual "
+        "use_qk_norm use_sliding_window",
     ),
     (
         POSITIVE,
         "attention_multiplier attn_logit_softcapping? block_ffn_dim_multiplier? embedding_multiplier "
-        "final_logit_softcapping? layer_norm_eps logit_scale logits_scaling norm_eps partial_rotary_factor? "
-        "query_pre_attn_scalar rms_norm_eps rope_local_base_freq rope_theta? routed_scaling_factor swiglu_alpha "
-        "swiglu_limit",
+        "final_logit_softcapping? layer_norm_eps layer_norm_epsilon logit_scale logits_scaling norm_eps norm_epsilon "
+        "partial_rotary_factor? query_pre_attn_scalar rms_norm_eps rope_local_base_freq rope_theta? rotary_emb_base "
+        "rotary_pct routed_scaling_factor swiglu_alpha swiglu_limit",
     ),
     (NUMBER, "attn_scale residual_multiplier router_aux_loss_coef"),
     (TABLE, "id2label quantization_config rope_parameters rope_scaling text_config vision_config"),
     (
         COUNT,
-        "conv_L_cache full_attention_interval interleave_moe_layer_step linear_conv_kernel_dim n_group "
+        "conv_L_cache full_attention_interval interleave_moe_layer_step linear_conv_kernel_dim n_group n_layer "
         "n_routed_experts num_experts_per_tok num_hidden_layers num_local_experts? topk_group",
     ),
     (NUMBERED, "first_k_dense_replace n_shared_experts num_dense_layers num_experts? num_nextn_predict_layers"),
-    (TOKEN, "image_token_id image_token_index max_window_layers video_token_id"),
+    (TOKEN, "image_token_id image_token_index max_window_layers sliding_window? video_token_id"),
     (TOKENS, "eos_token_id?"),
-    (TEXT, "hidden_act? hidden_activation? model_type"),
+    (TEXT, "activation_function? hidden_act? hidden_activation? model_type"),
     (list_of(TEXT), "architectures? layer_types?"),
     (list_of(NUMBERED), "full_attn_idxs? mlp_only_layers? moe_layers? no_rope_layers?"),
     (DTYPE, "dtype? torch_dtype?"),
@@ -128,7 +129,8 @@ VISION = _table(
 ROPE = _table(
     (
         POSITIVE,
-        "attention_factor beta_fast beta_slow factor high_freq_factor low_freq_factor partial_rotary_factor rope_theta",
+        "alpha attention_factor beta_fast beta_slow factor high_freq_factor low_freq_factor partial_rotary_factor "
+        "rope_theta",
     ),
     (NUMBER, "llama_4_scaling_beta mscale mscale_all_dim"),
     (TABLE, "full_attention sliding_attention"),

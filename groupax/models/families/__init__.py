@@ -13,7 +13,7 @@ from groupax.core.settings.fields import nearest
 from groupax.core.storage.model_json import validate_config
 from groupax.core.terminal.printable import short_repr
 from groupax.models.config import ModelConfig
-from groupax.models.families import cohere, gemma, glm, gpt_oss, lfm2, llama, mistral, olmo, qwen, vision
+from groupax.models.families import cohere, gemma, glm, gpt, gpt_oss, lfm2, llama, mistral, olmo, qwen, vision
 from groupax.models.families.fields import unknown_keys
 from groupax.models.vision.config import VisionConfig
 
@@ -21,13 +21,19 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "cohere": cohere.read_cohere,
     "cohere2": cohere.read_cohere2,
     "deepseek_v3": glm.read_deepseek_v3,
+    "ernie4_5": llama.read_ernie4_5,
     "exaone4": olmo.read_exaone4,
+    "gemma": gemma.read_gemma,
     "gemma2": gemma.read_gemma2,
     "gemma3_text": gemma.read_gemma3,
     "glm4": glm.read_glm4,
     "glm4_moe": glm.read_glm4_moe,
+    "gpt2": gpt.read_gpt2,
+    "gpt_neox": gpt.read_gpt_neox,
     "gpt_oss": gpt_oss.read_gpt_oss,
     "granite": llama.read_granite,
+    "granitemoe": llama.read_granitemoe,
+    "hunyuan_v1_dense": llama.read_hunyuan_v1_dense,
     "lfm2": lfm2.read_lfm2,
     "lfm2_moe": lfm2.read_lfm2_moe,
     "llama": llama.read_llama,
@@ -36,9 +42,12 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "mistral": mistral.read_mistral,
     "mixtral": mistral.read_mixtral,
     "olmo2": olmo.read_olmo2,
+    "nemotron": gpt.read_nemotron,
     "olmo3": olmo.read_olmo3,
+    "olmoe": olmo.read_olmoe,
     "phi3": llama.read_phi3,
     "qwen2": qwen.read_qwen2,
+    "qwen2_moe": qwen.read_qwen2_moe,
     "qwen3": qwen.read_qwen3,
     "qwen3_5_moe_text": qwen.read_qwen3_5_moe,
     "qwen3_5_text": qwen.read_qwen3_5,
@@ -46,6 +55,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "qwen3_next": qwen.read_qwen3_next,
     "seed_oss": llama.read_seed_oss,
     "smollm3": llama.read_smollm3,
+    "starcoder2": gpt.read_starcoder2,
 }
 
 
@@ -114,8 +124,8 @@ _BY_KEYS = {
     "": "llama",
 }
 _MIXTURES = {
-    *("deepseek_v3", "glm4_moe", "gpt_oss", "lfm2_moe", "llama4_text", "mixtral"),
-    *("qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
+    *("deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "lfm2_moe", "llama4_text", "mixtral"),
+    *("olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
 }
 _FEW_KEYS = 5  # of a file that says nothing of an architecture
 # Numbers of layers that predict several tokens ahead.

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3, text and images."""
+"""Gemma 1 to 3, text and images."""
 
 import warnings
 from collections.abc import Mapping
@@ -17,6 +17,15 @@ from groupax.models.families.fields import (
 )
 from groupax.models.families.vision import SIGLIP, siglip_tower, vision_settings
 from groupax.models.vision.config import AveragePool, VisionConfig
+
+
+def read_gemma(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Gemma 1: Llama with centered norms, scaled embeddings, and a GELU that is approximate whatever its name."""
+    activation = hf.get("hidden_act") or "gelu"
+    activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
+    require(hf, {"hidden_activation": activation})
+    hf = _with_defaults({**hf, "hidden_activation": activation})
+    return model_config(hf, norm="zero_centered_rms", embedding_scale=hf.get("hidden_size", 1) ** 0.5, **biases(hf))
 
 
 def read_gemma2(hf: Mapping[str, Any]) -> ModelConfig:

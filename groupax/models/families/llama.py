@@ -1,4 +1,7 @@
-"""Llama, families that differ from it in few fields (Phi 3, Granite, Seed-OSS, SmolLM 3), and the text of Llama 4."""
+"""Llama, families that differ from it in few fields, and the text of Llama 4.
+
+The former are Phi 3, Granite, Seed-OSS, SmolLM 3, ERNIE 4.5 and Hunyuan.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +17,7 @@ from groupax.models.families.fields import (
     needed,
     read_rope,
     require,
+    rope_table,
     sliding_layers,
 )
 
@@ -35,6 +39,7 @@ LLAMA4_DEFAULTS = {
     "use_qk_norm": True,
 }
 CHUNKED = "chunked_attention"
+HUNYUAN_NAMES = (("q_norm", "self_attn.query_layernorm"), ("k_norm", "self_attn.key_layernorm"))
 LLAMA4_NAMES = tuple((name, f"feed_forward.{name}_proj") for name in ("gate", "up", "down"))
 
 
@@ -52,8 +57,12 @@ def read_phi3(hf: Mapping[str, Any]) -> ModelConfig:
     return model_config(hf, ropes=rope, windows=hf.get("sliding_window"), **fused)
 
 
-def read_granite(hf: Mapping[str, Any]) -> ModelConfig:
-    """Reads Granite: Llama with multipliers of embeddings, attention scores, residuals and logits."""
+def read_granite(hf: Mapping[str, Any], experts: Experts | None = None) -> ModelConfig:
+    """Reads Granite: Llama with multipliers of embeddings, attention scores, residuals and logits.
+
+    Args:
+        experts: Those of a mixture.
+    """
     return model_config(
         hf,
         attention_scale=float(hf.get("attention_multiplier", 1.0)),
@@ -61,8 +70,28 @@ def read_granite(hf: Mapping[str, Any]) -> ModelConfig:
         residual_scale=float(hf.get("residual_multiplier", 1.0)),
         logit_scale=1.0 / hf.get("logits_scaling", 1.0),
         mlp_bias=hf.get("mlp_bias", False),
+        experts=experts,
         **biases(hf),
     )
+
+
+def read_granitemoe(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Granite 3's mixtures: Granite with experts in all layers, in one tensor for their first two matrices."""
+    experts = Experts(
+        num=needed(hf, "num_local_experts"),
+        per_token=needed(hf, "num_experts_per_tok"),
+        ffn_size=needed(hf, "intermediate_size"),
+        norm_topk_prob=True,  # the same as a softmax over the logits of the chosen ones
+        layers=tuple(range(needed(hf, "num_hidden_layers"))),
+        aux_loss_coef=hf.get("router_aux_loss_coef", 0.001),
+        fused="halves",
+        fused_is_transposed=False,
+        router_name="block_sparse_moe.router.layer",
+        gate_name="block_sparse_moe.input_linear.weight",
+        up_name="block_sparse_moe.input_linear.weight",
+        down_name="block_sparse_moe.output_linear.weight",
+    )
+    return read_granite(hf, experts)
 
 
 def read_seed_oss(hf: Mapping[str, Any]) -> ModelConfig:
@@ -87,6 +116,30 @@ def read_smollm3(hf: Mapping[str, Any]) -> ModelConfig:
         mlp_bias=hf.get("mlp_bias", False),
         **biases(hf),
     )
+
+
+def read_ernie4_5(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads ERNIE 4.5: interleaved rotary embeddings, heads of 128 dims, and biases in all matrices or none."""
+    defaults = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True}
+    hf, bias = {**defaults, **hf}, hf.get("use_bias", False)
+    rope = read_rope(hf, head_dim_of(hf), interleaved=True)
+    return model_config(hf, ropes=rope, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+
+
+def read_hunyuan_v1_dense(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Hunyuan: Llama with norms of each head's queries and keys after rotary embeddings.
+
+    The base of these may be multiplied by alpha^(H / (H - 2)), which files call "dynamic". What else such a table
+    has is of other kinds, and not applied by transformers either.
+    """
+    hf = {"rms_norm_eps": 1e-5, **hf}
+    require(hf, {"use_qk_norm": True, "use_cla": False})
+    head_dim, table = head_dim_of(hf), dict(rope_table(hf) or {})
+    if (alpha := table.get("alpha")) and "dynamic" in (table.get("rope_type"), table.get("type")):
+        theta = table.get("rope_theta") or hf.get("rope_theta") or 10_000.0
+        table = {"rope_theta": theta * alpha ** (head_dim / (head_dim - 2))}
+    rope = read_rope(hf, head_dim, table)
+    return model_config(hf, ropes=rope, qk_norm="head_after_rope", module_names=HUNYUAN_NAMES, **biases(hf))
 
 
 def read_llama4(hf: Mapping[str, Any]) -> ModelConfig:

@@ -1,19 +1,36 @@
-"""Families with norms after attention and feed-forward: OLMo 2 and 3, and EXAONE 4."""
+"""OLMoE, and families with norms after attention and feed-forward: OLMo 2 and 3, and EXAONE 4."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from groupax.models.config import ModelConfig
+from groupax.models.config import Experts, ModelConfig
 from groupax.models.families.fields import (
     biases,
     every_nth_is_full,
     head_dim_of,
     layer_windows,
     model_config,
+    needed,
     read_rope,
     read_ropes_by_kind,
+    require,
     sliding_layers,
 )
+
+
+def read_olmoe(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads OLMoE: norms over all query and all key heads of a token, and experts in all layers."""
+    hf = {"rms_norm_eps": 1e-5, **hf}
+    require(hf, {"clip_qkv": None})
+    experts = Experts(
+        num=needed(hf, "num_experts", "num_local_experts"),
+        per_token=needed(hf, "num_experts_per_tok"),
+        ffn_size=needed(hf, "intermediate_size"),
+        norm_topk_prob=hf.get("norm_topk_prob", False),
+        layers=tuple(range(needed(hf, "num_hidden_layers"))),
+        aux_loss_coef=hf.get("router_aux_loss_coef", 0.01),
+    )
+    return model_config(hf, qk_norm="all_heads", experts=experts, **biases(hf))
 
 
 def read_olmo2(hf: Mapping[str, Any], **overrides: Any) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5, Qwen 3, Qwen3-Next, Qwen3.5 and Qwen 3 VL, dense and with mixtures of experts."""
+"""Qwen 1.5 to 2.5, Qwen 3, Qwen3-Next, Qwen3.5 and Qwen 3 VL, dense and with mixtures of experts."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -71,6 +71,23 @@ def read_qwen3_moe(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def read_qwen2_moe(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Qwen 1.5 and 2 MoE: Qwen 2 with experts in some layers, and a gated one for every token with them.
+
+    Windows, if they are enabled, are in every other layer before layer `max_window_layers`.
+    """
+    window, end = (
+        hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None,
+        hf.get("max_window_layers", 28),
+    )
+    return model_config(
+        hf,
+        windows=layer_windows(sliding_layers(hf, lambda index: index % 2 == 0 and index < end), window),
+        qkv_bias=hf.get("qkv_bias", True),
+        experts=_some_with_shared_expert(hf, hf.get("norm_topk_prob", False)),
+    )
+
+
 def _sparse_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
     step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
     return tuple(i for i in range(hf.get("num_hidden_layers", 0)) if (i + 1) % step == 0 and i not in dense)
@@ -95,8 +112,7 @@ def read_qwen3_next(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Qwen3-Next: gated delta nets, gated attention in every fourth layer, experts with a gated shared one."""
     require(hf, {"use_sliding_window": False})
     needed(hf, "num_hidden_layers")
-    layers = _sparse_layers(hf) if hf.get("num_experts", 512) else ()
-    experts = _with_shared_expert(hf, layers, hf.get("norm_topk_prob", True)) if layers else None
+    experts = _some_with_shared_expert(hf, hf.get("norm_topk_prob", True))
     return _linear_attention(hf, fused=True, experts=experts)
 
 
@@ -109,6 +125,12 @@ def read_qwen3_5_moe(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Qwen3.5 with experts in all layers."""
     experts = _with_shared_expert(hf, tuple(range(needed(hf, "num_hidden_layers"))), norm_topk_prob=True)
     return _linear_attention({**hf, "intermediate_size": experts.ffn_size}, experts=experts)  # which no layer has
+
+
+def _some_with_shared_expert(hf: Mapping[str, Any], norm_topk_prob: bool) -> Experts | None:
+    """Returns the experts of the sparse layers; None if there is no such layer."""
+    layers = () if hf.get("num_experts") == 0 else _sparse_layers(hf)
+    return _with_shared_expert(hf, layers, norm_topk_prob) if layers else None
 
 
 def _with_shared_expert(hf: Mapping[str, Any], layers: tuple[int, ...], norm_topk_prob: bool) -> Experts:

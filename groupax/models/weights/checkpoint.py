@@ -32,7 +32,7 @@ from groupax.models.lora import (
     read_lora_config,
 )
 from groupax.models.params import init_params, param_shardings, shard_params, split_dims
-from groupax.models.specs import HEAD, Params, Spec, embedding_name, model_specs, num_params, spec_leaves
+from groupax.models.specs import Params, Spec, embedding_name, head_name, model_specs, num_params, spec_leaves
 from groupax.models.weights.casts import is_quantized
 from groupax.models.weights.mxfp4 import dequantized_tensors
 from groupax.models.weights.nf4 import FURTHER, is_nf4, quantize_nf4, read_nf4, without_nf4
@@ -143,23 +143,24 @@ def load_model(
     hf_config = without_mxfp4(without_nf4(hf_config))
     config = config if max_positions is None else replace(config, max_positions=max_positions)
     tensors = own_tensors(whole_config, config, dequantized_tensors(find_tensors(folder)), folder)
-    is_tied, embedding = config.tie_embeddings and not config.num_labels, embedding_name(config)
-    if is_tied and HEAD in tensors and embedding not in tensors:
-        tensors[embedding] = tensors.pop(HEAD)  # the name that the file has for both
+    is_tied = config.tie_embeddings and not config.num_labels
+    embedding, head = embedding_name(config), head_name(config)
+    if is_tied and head in tensors and embedding not in tensors:
+        tensors[embedding] = tensors.pop(head)  # the name that the file has for both
     quantized = {name for name in tensors if in_4_bits and f"{name}.{FURTHER[0]}" in tensors}
     check_tensors(config, tensors, folder, quantized)
-    if is_tied and HEAD in tensors:
-        tensors[HEAD].check(tensors[embedding].shape, f"{folder}: {HEAD}")
-        num_rows = tensors[HEAD].shape[0]
+    if is_tied and head in tensors:
+        tensors[head].check(tensors[embedding].shape, f"{folder}: {head}")
+        num_rows = tensors[head].shape[0]
         starts = range(0, num_rows, COMPARED_ROWS)
         parts = (slice(start, min(start + COMPARED_ROWS, num_rows)) for start in starts)
-        pairs = ([tensors[name].read((part, slice(None))) for name in (HEAD, embedding)] for part in parts)
-        if not all(np.array_equal(head, embedded) for head, embedded in pairs):
+        pairs = ([tensors[name].read((part, slice(None))) for name in (head, embedding)] for part in parts)
+        if not all(np.array_equal(own, embedded) for own, embedded in pairs):
             raise ValueError(
-                f"{folder}: config.json ties the head to the embedding, but {HEAD} and {embedding} differ; set "
+                f"{folder}: config.json ties the head to the embedding, but {head} and {embedding} differ; set "
                 "tie_word_embeddings to false there, so that they are two weights"
             )
-        tensors[HEAD].close()
+        tensors[head].close()
     mesh = mesh or default_mesh(4 * num_params(config))
     _check_mesh(config, mesh, replicated, in_4_bits or weights != "same")
     load = (
@@ -285,7 +286,7 @@ def _replicated(mesh: Mesh) -> NamedSharding:
 
 
 # Tensors that some exporters write and no forward pass needs.
-DERIVED = re.compile(r"rotary_emb\.inv_freq$")
+DERIVED = re.compile(r"(rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?bias)$")
 COMPARED_ROWS = 4096  # of a tied head and the embedding at a time
 MANY = 10_000  # missing weights that are counted; a false config.json has millions
 
@@ -309,7 +310,7 @@ def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized
             _check_quantized(name, spec, tensors, folder)
         else:
             tensors[name].check(spec.tensor_shape, f"{folder}: {name}")
-    known = {*specs, *([HEAD] if config.tie_embeddings else [])}
+    known = {*specs, *([head_name(config)] if config.tie_embeddings else [])}
     known |= {f"{name}.{further}" for name in quantized for further in FURTHER}
     unknown = sorted(name for name in tensors if name not in known and not DERIVED.search(name))
     if unknown:

@@ -234,6 +234,8 @@ _OLDER_PREFIXES = (
     ("vision_tower.", "model.vision_tower."),
     ("multi_modal_projector.", "model.multi_modal_projector."),
 )
+# Prefixes in released GPT-2 models, whose files are of the decoder alone.
+_DECODER_PREFIXES = tuple((f"{name}.", f"transformer.{name}.") for name in ("wte", "wpe", "h", "ln_f"))
 # Tensors of the parts that see images.
 _IMAGES = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.")
 # Layers of these models that predict several tokens ahead, which have names of their own.
@@ -261,6 +263,8 @@ def own_tensors(hf: Mapping[str, Any], config: ModelConfig, tensors: Tensors, fo
         found = _renamed({name: each for name, each in tensors.items() if not _IMAGES.match(name)}, _TEXT_PREFIXES)
     elif hf.get("model_type") in VISION_FAMILIES:
         found = _renamed(tensors, _OLDER_PREFIXES)
+    elif hf.get("model_type") == "gpt2":
+        found = _renamed(tensors, _DECODER_PREFIXES)
     if num_ahead := hf.get("num_nextn_predict_layers") or 0:
         ahead = range(config.num_layers, config.num_layers + num_ahead)
         layers = {name: int(match[1]) for name in found if (match := _LAYER.match(name))}
