@@ -48,6 +48,7 @@ TARGETS = {
     "smolvlm": ["q_proj", "v_proj", "fc1", "proj"],
     "gemma3": ["q_proj", "v_proj", "fc2"],
     **{qwen: ["q_proj", "qkv", "linear_fc1", "linear_fc2"] for qwen in QWENS},
+    **{qwen: ["q_proj", "qkv", "mlp.0", "mlp.2"] for qwen in ("qwen2_5_vl", "qwen2_vl")},
 }
 
 

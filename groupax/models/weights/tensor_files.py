@@ -233,6 +233,8 @@ _OLDER_PREFIXES = (
     ("model.vision_tower.vision_model.", "model.vision_tower."),
     ("vision_tower.", "model.vision_tower."),
     ("multi_modal_projector.", "model.multi_modal_projector."),
+    ("visual.", "model.visual."),
+    *((f"model.{part}.", f"model.language_model.{part}.") for part in ("embed_tokens", "layers", "norm")),
 )
 # Tensors of the parts that see images.
 _IMAGES = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.")
