@@ -137,9 +137,10 @@ def _places(config: VisionConfig, grid: tuple[int, int]) -> Int[np.ndarray, "N"]
     window, merge = config.tower.window, config.projector.merge
     if window is None:
         return np.arange(grid[0] * grid[1])
-    windows, within = np.divmod(cells_of(grid, merge), window)
-    in_window = np.argsort(cells_of((window, window), merge) @ (window, 1))
-    return windows @ (-(-grid[1] // window), 1) * window**2 + in_window[within @ (window, 1)]
+    cells, strides = cells_of(grid, merge), np.array([window, 1])
+    in_window = np.argsort(cells_of((window, window), merge) @ strides)
+    windows = cells // window @ np.array([-(-grid[1] // window), 1])
+    return windows * window**2 + in_window[cells % window @ strides]
 
 
 def bucketed_positions(
