@@ -36,14 +36,16 @@ def make_model(family: str, folder: Path) -> None:
 
 
 def load_processor(family: str, folder: Path) -> Any:
-    """Returns a model's processor; that of Qwen 3 VL and 3.5 without its part for videos, which needs torchvision."""
+    """Returns a model's processor; that of a Qwen without its part for videos, which needs torchvision."""
     import transformers
 
-    if not family.startswith("qwen3"):
+    if not family.startswith("qwen"):
         return transformers.AutoProcessor.from_pretrained(folder, padding_side="left")
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    class WithoutVideos(transformers.Qwen3VLProcessor):
+    kind: Any = getattr(transformers, FAMILIES[family]["processor"]["processor_class"])
+
+    class WithoutVideos(kind):
         @classmethod
         def get_attributes(cls) -> list[str]:
             return ["image_processor", "tokenizer"]

@@ -27,7 +27,7 @@ MODELS = (
     "EssentialAI/rnj-1-instruct",
 )
 VISION_MODELS = ("HuggingFaceTB/SmolVLM2-2.2B-Instruct",)
-QWEN_VISION_MODELS = ("Qwen/Qwen3-VL-4B-Instruct",)
+QWEN_VISION_MODELS = {"qwen2_5_vl": "Qwen/Qwen2.5-VL-3B-Instruct", "qwen3_vl": "Qwen/Qwen3-VL-4B-Instruct"}
 SHAPES = ROOT / "groupax" / "recipes" / "shapes" / "model"
 # Amounts of the scripts, made small: what is sampled in a step, and the rows of datasets made in the script.
 SIZES = (
@@ -128,8 +128,8 @@ def make_world(folder: Path, turns: str, steps: int = 400) -> Path:
 
     Args:
         folder: The folder.
-        turns: Name of what the model writes; "images" for the model of the shapes recipe, which is not trained, and
-            "qwen3_vl" for one with random weights.
+        turns: Name of what the model writes; "images" for the model of the shapes recipe, which is not trained, and a
+            family of `QWEN_VISION_MODELS` for one with random weights.
         steps: Optimizer steps of its training.
     """
     model = folder / "tiny"
@@ -139,13 +139,13 @@ def make_world(folder: Path, turns: str, steps: int = 400) -> Path:
         trl_world.write_images(folder)
         trl_world.link(folder, SHAPES, VISION_MODELS)
         return model
-    if turns == "qwen3_vl":
+    if turns in QWEN_VISION_MODELS:
         trl_world.write_images(folder)
         trl_images.make_model(turns, model)
         config = json.loads((model / "config.json").read_text())
         config["text_config"]["max_position_embeddings"] = 1024
         (model / "config.json").write_text(json.dumps(config))
-        trl_world.link(folder, model, QWEN_VISION_MODELS)
+        trl_world.link(folder, model, [QWEN_VISION_MODELS[turns]])
         return model
     trl_world.make_model(model, TOKENIZER, trl_world.TURNS[turns], steps)
     trl_world.write_datasets(folder)

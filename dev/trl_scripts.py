@@ -24,6 +24,7 @@ from dev import trl_runs, trl_snippets
 
 MODEL = ("--model_name_or_path", "Qwen/Qwen3-0.6B", "--output_dir", "out")
 EYES = ("--model_name_or_path", "HuggingFaceTB/SmolVLM2-2.2B-Instruct", "--output_dir", "out")
+QWEN = trl_runs.QWEN_VISION_MODELS["qwen2_5_vl"]
 SMALL = ("--max_steps", "2", "--learning_rate", "1e-3", "--max_completion_length", "64", "--report_to", "none")
 QLORA = ("--reward_model_name_or_path", "reward_model", "--use_peft", "--lora_r", "4", "--load_in_4bit")
 TOWER_TOO = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--log_completions")
@@ -62,6 +63,7 @@ CASES = (
     Case("examples/scripts/grpo_2048.py", "2048"),
     Case("examples/scripts/rloo.py", "math"),
     Case("examples/scripts/grpo_vlm.py", "images", (*EYES, *SMALL, *TOWER_TOO)),
+    Case("examples/scripts/grpo_vlm.py", "qwen2_5_vl", ("--model_name_or_path", QWEN, *EYES[2:], *SMALL, *TOWER_TOO)),
     Case(
         "examples/scripts/gspo_vlm.py",
         "images",

@@ -117,8 +117,8 @@ def join_text_parts(parts: Sequence[Any], where: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind is not None and kind != "text":
             raise ValueError(
-                f"{where} has a part of type {kind!r:.40}, and what reads it has no vision: give images in "
-                "the prompts of a model that sees them; remove the part, or the row"
+                f"{where} has a part of type {kind!r:.40}; only texts are read here, and images in the prompts of a "
+                "model that sees them, but no videos or sounds: remove the part, or the row"
             )
         if kind is None or not isinstance(part.get("text"), str):
             raise ValueError(f"{where} has a part that is not {{'type': 'text', 'text': '...'}}: {short_repr(part)}")

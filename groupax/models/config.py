@@ -82,8 +82,9 @@ class Rope:
         scale: Factor of cosines and sines.
         interleaved: Whether pairs are adjacent dims, rather than one of each half.
         sections: Number of pairs that turn with each coordinate (frame, row, column) of a position in an image; None if
-            positions are numbers. The pairs of a row and of a column are every third one, from the second and the third
-            pair on; the others are the frame's.
+            positions are numbers.
+        mixed_sections: Whether the pairs of a row and of a column are every third one, from the second and the third
+            pair on, and the others the frame's; otherwise those of a coordinate follow each other.
     """
 
     theta: float
@@ -92,6 +93,7 @@ class Rope:
     scale: float = 1.0
     interleaved: bool = False
     sections: tuple[int, int, int] | None = None
+    mixed_sections: bool = True
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,8 @@ def rope_tables(rope: Rope, max_positions: int, positions: Int[Array, "... M"], 
 def _coordinates(rope: Rope) -> Int[np.ndarray, "R"]:
     """Returns the coordinate with which each pair turns."""
     assert rope.sections is not None, "the model has positions in images"
+    if not rope.mixed_sections:
+        return np.repeat(np.arange(3), rope.sections)
     pairs = np.arange(rope.dims // 2)
     coordinates = np.zeros(len(pairs), np.int32)
     for coordinate in (1, 2):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 
 from groupax.models.config import BlockKind, Experts, GatedDeltaNet, ModelConfig, ShortConvolution
-from groupax.models.vision.config import AveragePool, PatchMerger, PixelShuffle, TowerConfig, VisionConfig
+from groupax.models.vision.config import AveragePool, PatchMerger, PixelShuffle, TowerConfig, VisionConfig, VisionNames
 
 
 @dataclass(frozen=True)
@@ -369,9 +369,9 @@ def num_params(config: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class _Names:
-    """Names of a tower's modules in a checkpoint, by default SigLIP's; `out` and `fc` are within a layer.
+    """Names of a tower's modules in a checkpoint, by default SigLIP's; `out`, `fc` and `gate` are within a layer.
 
-    The projector's is None if it is a part of the tower.
+    The projector's is None if it is a part of the tower, and `merger` has those within it.
     """
 
     prefix: str
@@ -383,44 +383,51 @@ class _Names:
     attention: str = "self_attn"
     out: str = "out_proj"
     fc: tuple[str, str] = ("mlp.fc1", "mlp.fc2")
+    gate: str = "mlp.gate_proj"
+    merger: tuple[str, str, str] = ("ln_q", "mlp.0", "mlp.2")
 
 
-_NAMES: dict[type, _Names] = {
-    PixelShuffle: _Names("model.vision_model", "model.connector.modality_projection"),
-    AveragePool: _Names("model.vision_tower", "model.multi_modal_projector"),
-    PatchMerger: _Names(
-        "model.visual",
-        patch="patch_embed.proj",
-        positions="pos_embed",
-        layers="blocks",
-        norms=("norm1", "norm2"),
-        attention="attn",
-        out="proj",
-        fc=("mlp.linear_fc1", "mlp.linear_fc2"),
+_QWEN2_VL = _Names(
+    "model.visual",
+    patch="patch_embed.proj",
+    positions="pos_embed",
+    layers="blocks",
+    norms=("norm1", "norm2"),
+    attention="attn",
+    out="proj",
+)
+_NAMES: dict[VisionNames, _Names] = {
+    "gemma3": _Names("model.vision_tower", "model.multi_modal_projector"),
+    "idefics3": _Names("model.vision_model", "model.connector.modality_projection"),
+    "qwen2_5_vl": replace(_QWEN2_VL, fc=("mlp.up_proj", "mlp.down_proj")),
+    "qwen2_vl": _QWEN2_VL,
+    "qwen3_vl": replace(
+        _QWEN2_VL, fc=("mlp.linear_fc1", "mlp.linear_fc2"), merger=("norm", "linear_fc1", "linear_fc2")
     ),
 }
 
 
 def vision_modules(config: VisionConfig) -> list[str]:
     """Returns the modules of a checkpoint whose weights see images."""
-    names = _NAMES[type(config.projector)]
+    names = _NAMES[config.names]
     return [each for each in (names.prefix, names.projector) if each]
 
 
 def vision_specs(config: VisionConfig, text_size: int) -> dict[str, Any]:
     """Returns the specs of a tower and its projector."""
-    names, tower = _NAMES[type(config.projector)], config.tower
-    D, side = tower.hidden_size, tower.patch_size
-    frames = (tower.frames,) if tower.interpolated else ()  # Qwen's patches span frames, even if it is one
+    names, tower = _NAMES[config.names], config.tower
+    D, side, num_positions = tower.hidden_size, tower.patch_size, tower.positions_per_side
+    frames = (tower.frames,) if config.has_grid_positions else ()  # Qwen's patches span frames, even if it is one
     shape = (D, tower.channels, *frames, side, side)
     specs: dict[str, Any] = {
-        **_linear("patch", f"{names.prefix}.{names.patch}", shape, (None,) * len(shape), bias=True),
-        "positions": Spec((tower.positions_per_side**2, D), (None, None), f"{names.prefix}.{names.positions}.weight"),
+        **_linear("patch", f"{names.prefix}.{names.patch}", shape, (None,) * len(shape), tower.patch_bias),
         "layers": [_tower_layer_specs(tower, names, index) for index in range(tower.num_layers)],
         "projector": _projector_specs(config, names, text_size),
     }
+    if num_positions is not None:
+        specs["positions"] = Spec((num_positions**2, D), (None, None), f"{names.prefix}.{names.positions}.weight")
     if tower.final_norm:
-        specs |= _tower_norm("final_norm", f"{names.prefix}.post_layernorm", D)
+        specs |= _tower_norm(tower, "final_norm", f"{names.prefix}.post_layernorm", D)
     return specs
 
 
@@ -428,11 +435,11 @@ def _tower_matrix(own: str, name: str, out_size: int, in_size: int, bias: bool =
     return _linear(own, name, (out_size, in_size), ("vision", "vision"), bias)
 
 
-def _tower_norm(own: str, name: str, size: int) -> dict[str, Spec]:
-    return {
-        own: Spec((size,), (None,), f"{name}.weight", init="ones"),
-        f"{own}_bias": Spec((size,), (None,), f"{name}.bias", init="zeros"),
-    }
+def _tower_norm(tower: TowerConfig, own: str, name: str, size: int) -> dict[str, Spec]:
+    specs = {own: Spec((size,), (None,), f"{name}.weight", init="ones")}
+    if tower.norm == "layer":
+        specs[f"{own}_bias"] = Spec((size,), (None,), f"{name}.bias", init="zeros")
+    return specs
 
 
 def _tower_layer_specs(tower: TowerConfig, names: _Names, index: int) -> dict[str, Spec]:
@@ -440,7 +447,9 @@ def _tower_layer_specs(tower: TowerConfig, names: _Names, index: int) -> dict[st
     attention, (up, down) = f"{prefix}.{names.attention}", names.fc
     specs: dict[str, Spec] = {}
     for own, theirs in zip(("attention_norm", "mlp_norm"), names.norms, strict=True):
-        specs |= _tower_norm(own, f"{prefix}.{theirs}", D)
+        specs |= _tower_norm(tower, own, f"{prefix}.{theirs}", D)
+    if tower.is_gated:
+        specs |= _tower_matrix("gate", f"{prefix}.{names.gate}", tower.ffn_size, D)
     if tower.fused_qkv:
         specs |= _tower_matrix("qkv", f"{attention}.qkv", 3 * D, D)
     else:
@@ -466,14 +475,14 @@ def _projector_specs(config: VisionConfig, names: _Names, text_size: int) -> Any
                 "projection": Spec((D, text_size), (None, None), matrix),
             }
         case PatchMerger(_, layers):
-            later = [f"{names.prefix}.deepstack_merger_list.{number}" for number in range(len(layers))]
-            first = _merger_specs(f"{names.prefix}.merger", D, merged, text_size)
-            return {"mergers": [first, *(_merger_specs(name, merged, merged, text_size) for name in later)]}
-
-
-def _merger_specs(name: str, norm_size: int, merged: int, text_size: int) -> dict[str, Spec]:
-    return {
-        **_tower_norm("norm", f"{name}.norm", norm_size),
-        **_tower_matrix("up", f"{name}.linear_fc1", merged, merged),
-        **_tower_matrix("down", f"{name}.linear_fc2", text_size, merged),
-    }
+            modules = [("merger", D), *((f"deepstack_merger_list.{number}", merged) for number in range(len(layers)))]
+            norm, up, down = names.merger
+            mergers = [
+                {
+                    **_tower_norm(config.tower, "norm", f"{names.prefix}.{module}.{norm}", norm_size),
+                    **_tower_matrix("up", f"{names.prefix}.{module}.{up}", merged, merged),
+                    **_tower_matrix("down", f"{names.prefix}.{module}.{down}", text_size, merged),
+                }
+                for module, norm_size in modules
+            ]
+            return {"mergers": mergers}

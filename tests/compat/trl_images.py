@@ -23,7 +23,9 @@ def config(family: str, text: dict[str, Any], vision: dict[str, Any], whole: dic
     return config_of(family, {**SIZES, **text}, vision, {"image_token_id": 3, **whole})
 
 
-def qwen(family: str, name: str, text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+def qwen(
+    family: str, name: str, text: dict[str, Any], vision: dict[str, Any], processor: str = "Qwen3VL"
+) -> dict[str, Any]:
     """Returns all that makes a small Qwen that sees images."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     tower = {"model_type": family, "depth": 2, "temporal_patch_size": 2, "spatial_merge_size": 2, **vision}
@@ -34,9 +36,9 @@ def qwen(family: str, name: str, text: dict[str, Any], vision: dict[str, Any]) -
     return {
         "marks": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"],
         "config": config(family, {"model_type": f"{family}_text", "rope_parameters": rope, **text}, tower, whole),
-        "processor": {"processor_class": "Qwen3VLProcessor"},
+        "processor": {"processor_class": f"{processor}Processor"},
         "images": {**HALF, "image_processor_type": "Qwen2VLImageProcessor", **sizes},
-        "video": {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 4},
+        "video": {"video_processor_type": "Qwen2VLVideoProcessor", "patch_size": 4},
         "image": "<|vision_start|><|image_pad|><|vision_end|>",
     }
 
@@ -81,6 +83,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tokens": {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         "image": "<start_of_image>",
     },
+    "qwen2_5_vl": qwen("qwen2_5_vl", "Qwen2_5_VL", {}, {}, "Qwen2_5_VL"),
+    "qwen2_vl": qwen("qwen2_vl", "Qwen2VL", {}, {}, "Qwen2VL"),
     "qwen3_vl": qwen("qwen3_vl", "Qwen3VL", {}, {"deepstack_visual_indexes": [0]}),
     "qwen3_5": qwen(
         "qwen3_5",

@@ -39,6 +39,41 @@ CASES = [
         None,
     ),
     ("gemma3", {"query_pre_attn_scalar": 8, "attention_bias": True}, {}, {"mm_tokens_per_image": 1}, None),
+    ("qwen2_5_vl", {}, {}, {}, None),
+    ("qwen2_5_vl", {"tie_word_embeddings": True}, {"window_size": 8, "fullatt_block_indexes": []}, {}, None),
+    (
+        "qwen2_5_vl",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mrope_section": [2, 1, 1]}},
+        {"spatial_merge_size": 3, "window_size": 30, "hidden_act": "gelu"},
+        {},
+        None,
+    ),
+    (
+        "qwen2_5_vl",
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+        {"spatial_merge_size": 1, "temporal_patch_size": 1},
+        {},
+        None,
+    ),
+    ("qwen2_5_vl", {"num_key_value_heads": 4, "rms_norm_eps": 1e-2}, {"in_channels": 1, "num_heads": 1}, {}, None),
+    ("qwen2_vl", {}, {}, {}, None),
+    (
+        "qwen2_vl",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [1, 1, 2]}},
+        {"spatial_merge_size": 3, "temporal_patch_size": 1},
+        {"tie_word_embeddings": True},
+        None,
+    ),
+    (
+        "qwen2_vl",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"num_hidden_layers": 4},
+        {"hidden_act": "silu", "mlp_ratio": 1},
+        {},
+        None,
+    ),
+    ("qwen2_vl", {"num_key_value_heads": 1}, {"hidden_act": "gelu_pytorch_tanh", "num_heads": 6}, {}, None),
+    ("qwen2_vl", {"num_hidden_layers": 1}, {"spatial_merge_size": 1, "depth": 1}, {}, None),
     ("qwen3_vl", {}, {}, {}, None),
     ("qwen3_vl", {"attention_bias": True}, {"deepstack_visual_indexes": []}, {"tie_word_embeddings": True}, None),
     (
@@ -142,6 +177,7 @@ def test_images_that_do_not_fit_a_model_are_refused():
         ("smolvlm", {"image_size": [16, 32]}, {}, "image_size=\\[16, 32\\]; it must be a whole number"),
         ("smolvlm", {"patch_size": 17}, {}, "patches of 17 pixels, larger than an image"),
         ("smolvlm", {}, {"vision_config": 3}, "vision_config=3; it must be an object"),
+        ("qwen2_5_vl", {"window_size": 7}, {}, "window_size=7; it must be at least 8, the pixels along a side"),
         ("qwen3_vl", {"deepstack_visual_indexes": [2, 0]}, {}, "must be increasing layers below its depth of 3"),
         ("qwen3_vl", {"num_position_embeddings": 24}, {}, "supports only squares"),
         ("qwen3_vl", {"rope_parameters": {"rope_type": "yarn"}}, {}, "supports only 'axial'"),
@@ -159,7 +195,32 @@ def test_what_is_not_supported_is_refused_by_its_name(family, vision, whole, mes
         read_config(config_of(family, {}, vision, whole))
 
 
+def test_sections_of_qwen_2_vl_must_have_all_pairs_of_a_head():
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 2]}
+    with pytest.raises(
+        ValueError, match=r"mrope_section=\[2, 1, 2\]; it must have three numbers that add up to 4, half"
+    ):
+        read_config(config_of("qwen2_vl", {"rope_parameters": rope}, {}, {}))
+
+
 # -- released checkpoints
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_released_files_of_qwen_2_5_vl_have_the_keys_of_the_text_part_at_the_top(is_tied):
+    nested = config_of("qwen2_5_vl", {"rope_parameters": None}, {}, {"tie_word_embeddings": is_tied})
+    rope = {"type": "mrope", "mrope_section": [2, 1, 1]}
+    text, tower = {**nested["text_config"], "rope_theta": 1e6, "rope_scaling": rope}, nested["vision_config"]
+    older = {"in_chans": 3, "spatial_patch_size": 4, "tokens_per_second": 2}
+    nested["text_config"] = text
+    ids = {"vision_start_token_id": 90, "vision_end_token_id": 91, "vision_token_id": 92}
+    flat = {**text, **nested, "vision_config": {**tower, **older}, **ids}
+    del flat["text_config"]
+    assert read_config(flat) == read_config(nested)
+    # transformers 4 says in the text part whether the head is tied
+    config = read_config(nested)
+    del nested["tie_word_embeddings"]
+    assert read_config({**nested, "text_config": {**text, "tie_word_embeddings": is_tied}}) == config
 
 
 @pytest.mark.drawn(1)
@@ -244,6 +305,8 @@ def test_logits_are_those_of_transformers(tmp_path, family, text, vision, whole,
 ADAPTERS = [
     ("smolvlm", r".*(q_proj|vision_model.*fc1|modality_projection\.proj|out_proj)"),
     ("gemma3", ["q_proj", "down_proj"]),
+    ("qwen2_5_vl", r".*(visual.*(qkv|gate_proj|mlp\.0)|layers.*down_proj)"),
+    ("qwen2_vl", r".*(visual.*(fc1|attn\.proj|mlp\.2)|q_proj)"),
     ("qwen3_vl", r".*(visual.*(qkv|linear_fc2|attn\.proj)|v_proj)"),
     ("qwen3_vl", "all-linear"),
     ("qwen3_vl_moe", r".*(visual.*(qkv|linear_fc1)|o_proj)"),

@@ -79,17 +79,21 @@ def test_tokens_and_pixels_are_those_of_transformers(tmp_path, family):
 
 @pytest.mark.parity
 @pytest.mark.filterwarnings("default")
-def test_patches_and_positions_are_those_of_transformers_qwen(tmp_path):
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen2_vl", "Qwen2VL"), ("qwen2_5_vl", "Qwen2_5_VL"), ("qwen3_vl", "Qwen3VL")]
+)
+def test_patches_and_positions_are_those_of_transformers_qwen(tmp_path, family, name):
     import torch
-    from transformers import Qwen3VLConfig, Qwen3VLModel
+    import transformers
 
-    processor, tokenizer = a_processor("qwen3_vl", tmp_path)
+    processor, tokenizer = a_processor(family, tmp_path)
     images = random_images(*SIZES)
-    tokens, placed = process_images(processor, tokenizer, "x".join([*[PLACE["qwen3_vl"]] * 4, " end"]), images)
+    tokens, placed = process_images(processor, tokenizer, "x".join([*[PLACE[family]] * 4, " end"]), images)
     theirs = processor.processor(images, return_tensors="np")
     np.testing.assert_array_equal(np.concatenate([each.patches[0] for each in placed.images]), theirs["pixel_values"])
-    hf = config_of("qwen3_vl", {}, {}, {})
-    model = Qwen3VLModel(Qwen3VLConfig(**{key: value for key, value in hf.items() if key != "model_type"}))
+    hf = config_of(family, {}, {}, {})
+    settings = {key: value for key, value in hf.items() if key != "model_type"}
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**settings))
     types = torch.tensor(tokens == processor.config.image_token_id)[None].int()
     positions, offset = model.get_rope_index(
         torch.tensor(tokens)[None], types, torch.tensor(theirs["image_grid_thw"]), None

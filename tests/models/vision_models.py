@@ -54,6 +54,8 @@ DELTA = {
 }
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 QWEN_TEXT: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {},
+    "qwen2_vl": {},
     "qwen3_vl": {},
     "qwen3_vl_moe": MIXTURE,
     "qwen3_5": {**DELTA, "head_dim": 16},
@@ -68,6 +70,20 @@ QWEN = {
     "out_hidden_size": 32,
     "num_position_embeddings": 25,
 }
+QWEN2 = {"depth": 3, "num_heads": 3, "patch_size": 4}
+QWEN_TOWER: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        **QWEN2,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "out_hidden_size": 32,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    },
+    "qwen2_vl": {**QWEN2, "embed_dim": 24, "hidden_size": 32, "mlp_ratio": 2},
+    "qwen3_vl": {**QWEN, "deepstack_visual_indexes": [0, 2]},
+    "qwen3_vl_moe": {**QWEN, "deepstack_visual_indexes": [0, 2]},
+}
 
 
 def config_of(family: str, text: dict[str, Any], vision: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
@@ -78,13 +94,12 @@ def config_of(family: str, text: dict[str, Any], vision: dict[str, Any], whole: 
     if family == "gemma3":
         own = {"text_config": {**TEXT, **text}, "vision_config": {**SIGLIP, "vision_use_head": False, **vision}}
         return {"model_type": family, **own, "image_token_index": IMAGE, "mm_tokens_per_image": 4, **whole}
-    levels = {"deepstack_visual_indexes": [0, 2]} if family.startswith("qwen3_vl") else {}
     own_text = {**TEXT, "rope_parameters": {**QWEN_ROPE}, **QWEN_TEXT[family], **text}
-    own = {"text_config": own_text, "vision_config": {**QWEN, **levels, **vision}}
+    own = {"text_config": own_text, "vision_config": {**QWEN_TOWER.get(family, QWEN), **vision}}
     return {"model_type": family, **own, "image_token_id": IMAGE, "video_token_id": VIDEO, **whole}
 
 
-QWENS = ("qwen3_5", "qwen3_vl", "qwen3_vl_moe")
+QWENS = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe")
 ROWS = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
 SPECIAL = {
     "smolvlm": ["<image>", "<fake_token_around_image>", "<global-img>", *ROWS, "<end_of_utterance>"],

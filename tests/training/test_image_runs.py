@@ -15,6 +15,7 @@ from groupax.cli.main import main
 from groupax.core.config import GRPOConfig
 from groupax.core.settings.sampling import SamplingParams
 from groupax.core.types import Row
+from groupax.data.chat import check_messages
 from groupax.data.files import read_rows
 from groupax.data.images import images_of, read_image, with_images, without_images
 from groupax.data.prompts import encode_examples
@@ -48,6 +49,7 @@ TARGETS = {
     "smolvlm": ["q_proj", "v_proj", "fc1", "proj"],
     "gemma3": ["q_proj", "v_proj", "fc2"],
     **{qwen: ["q_proj", "qkv", "linear_fc1", "linear_fc2"] for qwen in QWENS},
+    **{qwen: ["q_proj", "qkv", "mlp.0", "mlp.2"] for qwen in ("qwen2_5_vl", "qwen2_vl")},
 }
 
 
@@ -163,6 +165,13 @@ def test_bad_images_are_refused_by_their_row(value, fault):
 def test_rows_whose_images_have_no_place_are_refused(row, fault):
     with pytest.raises(ValueError, match=f"prompt 3.*{fault}"):
         with_images(row, "prompt 3")
+
+
+@pytest.mark.parametrize("kind", ["video", "video_url", "input_audio"])
+def test_videos_and_sounds_are_refused_by_their_name(kind):
+    parts = [{"type": kind, kind: "a.mp4"}, {"type": "image"}, text("What?")]
+    with pytest.raises(ValueError, match=f"prompt 3: message 1 of 1 has a part of type '{kind}'.* no videos or sounds"):
+        check_messages(user(*parts), "prompt 3", with_images=True)
 
 
 def test_a_model_of_text_refuses_images():

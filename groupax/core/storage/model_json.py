@@ -115,11 +115,12 @@ CONFIG = _table(
 VISION = _table(
     (
         SIZE,
-        "hidden_size image_size in_channels intermediate_size num_attention_heads num_channels num_heads "
-        "num_position_embeddings out_hidden_size patch_size spatial_merge_size temporal_patch_size",
+        "embed_dim hidden_size image_size in_channels intermediate_size mlp_ratio num_attention_heads num_channels "
+        "num_heads num_position_embeddings out_hidden_size patch_size spatial_merge_size temporal_patch_size "
+        "window_size",
     ),
     (COUNT, "depth num_hidden_layers"),
-    (list_of(NUMBERED), "deepstack_visual_indexes"),
+    (list_of(NUMBERED), "deepstack_visual_indexes fullatt_block_indexes"),
     (TEXT, "hidden_act"),
     (POSITIVE, "layer_norm_eps"),
     (TABLE, "rope_parameters"),

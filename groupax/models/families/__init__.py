@@ -68,17 +68,24 @@ class VisionFamily:
         read_text: Reader of the text part.
         read_vision: Reader of the part that sees images.
         tied: Whether its head is the embedding if a file does not say.
+        may_be_flat: Whether older files have the text part's keys among those of the whole model, and newer ones may
+            say in the text part that the head is the embedding.
     """
 
     text_kinds: tuple[str, ...]
     read_text: Callable[[Mapping[str, Any]], ModelConfig]
     read_vision: Callable[[Mapping[str, Any]], VisionConfig]
     tied: bool = False
+    may_be_flat: bool = False
 
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "gemma3": VisionFamily(("gemma3_text",), gemma.read_gemma3_text, gemma.read_gemma3_vision, tied=True),
     "idefics3": VisionFamily(("llama",), llama.read_llama, vision.read_idefics3_vision),
+    "qwen2_5_vl": VisionFamily(
+        ("qwen2_5_vl_text",), qwen.read_qwen2_vl_text, qwen.read_qwen2_5_vl_vision, may_be_flat=True
+    ),
+    "qwen2_vl": VisionFamily(("qwen2_vl_text",), qwen.read_qwen2_vl_text, qwen.read_qwen2_vl_vision, may_be_flat=True),
     "qwen3_5": VisionFamily(("qwen3_5_text",), qwen.read_qwen3_5_text, qwen.read_qwen3_5_vision),
     "qwen3_5_moe": VisionFamily(("qwen3_5_moe_text",), qwen.read_qwen3_5_moe_text, qwen.read_qwen3_5_vision),
     "qwen3_vl": VisionFamily(("qwen3_vl_text",), qwen.read_qwen3_vl_text, qwen.read_qwen3_vl_vision),
@@ -108,6 +115,10 @@ _DEFAULTS: dict[str, dict[str, int]] = {
     ),
     "llama": _sizes((32000, 4096, 32, 32), intermediate_size=11008),
     "llama4_text": _sizes((202048, 5120, 48, 40), intermediate_size=8192),
+    **dict.fromkeys(
+        ("qwen2_5_vl_text", "qwen2_vl_text"),
+        _sizes((152064, 8192, 80, 64, 8), intermediate_size=29568, max_position_embeddings=32768),
+    ),
     "qwen3_5_moe_text": _sizes((248320, 2048, 40, 16, 2), num_local_experts=256, **_QWEN3_5),
     "qwen3_5_text": _sizes((248320, 4096, 32, 16, 4), intermediate_size=12288),
     "qwen3_vl_moe_text": _sizes(
@@ -130,6 +141,11 @@ _MIXTURES = {
 _FEW_KEYS = 5  # of a file that says nothing of an architecture
 # Numbers of layers that predict several tokens ahead.
 _AHEAD = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+# Keys of a flat file that are not of its text part.
+_NOT_OF_TEXT = (
+    *("architectures", "image_token_id", "model_type", "text_config", "video_token_id", "vision_config"),
+    *("vision_end_token_id", "vision_start_token_id", "vision_token_id"),
+)
 # Keys of the whole file that hold for its text part, unless that has its own.
 _SHARED = ("bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "torch_dtype")
 
@@ -177,6 +193,8 @@ def _unsupported(hf: Mapping[str, Any]) -> str:
 def _read_with_vision(family: VisionFamily, hf: Mapping[str, Any]) -> ModelConfig:
     if hf.get("quantization_config"):
         raise ValueError("the checkpoint is quantized (quantization_config); load the unquantized weights instead")
+    if family.may_be_flat:
+        hf = _nested(hf)
     text = family.read_text(validate_config(text_settings(hf, family.text_kinds, family.tied)))
     images = family.read_vision(hf)
     if text.num_labels:
@@ -190,6 +208,15 @@ def _read_with_vision(family: VisionFamily, hf: Mapping[str, Any]) -> ModelConfi
 
 
 # -- the text part of models that also see images
+
+
+def _nested(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a file of a family that `may_be_flat` with a text part, and whether the head is tied at the top."""
+    text = hf.get("text_config")
+    if text is None:
+        text = {key: hf[key] for key in hf if key not in _NOT_OF_TEXT}
+    is_tied = hf.get("tie_word_embeddings") or (isinstance(text, Mapping) and text.get("tie_word_embeddings"))
+    return {**hf, "text_config": text, "tie_word_embeddings": is_tied}
 
 
 def has_text_part(hf: Mapping[str, Any]) -> bool:

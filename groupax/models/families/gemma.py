@@ -81,6 +81,7 @@ def read_gemma3_vision(hf: Mapping[str, Any]) -> VisionConfig:
         projector=AveragePool(patches // side, tower.norm_eps),
         image_token_id=image_token,
         placeholder_ids=(image_token,),
+        names="gemma3",
         text_prefix="model.language_model.",
         sees_whole_images=True,
     )

@@ -1,4 +1,4 @@
-"""Qwen 1.5 to 2.5, Qwen 3, Qwen3-Next, Qwen3.5 and Qwen 3 VL, dense and with mixtures of experts."""
+"""Qwen 1.5 to 3.5, dense and with mixtures of experts, with Qwen3-Next and those that see images."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,23 +20,17 @@ from groupax.models.families.fields import (
     sliding_layers,
 )
 from groupax.models.families.vision import tower_activation, vision_settings
-from groupax.models.vision.config import PatchMerger, TowerConfig, VisionConfig
+from groupax.models.vision.config import PatchMerger, TowerConfig, VisionConfig, VisionNames
 
-# Values of a tower that a file may leave out.
-TOWER = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "hidden_act": "gelu_pytorch_tanh",
-    "intermediate_size": 4304,
-    "num_heads": 16,
-    "in_channels": 3,
-    "patch_size": 16,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 3584,
-    "num_position_embeddings": 2304,
-    "rope_parameters": None,
-}
+# Values of a tower that a file may leave out: of all, and of Qwen 2 VL, 2.5 VL, and 3 VL.
+_TOWER = {"num_heads": 16, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2, "rope_parameters": None}
+_TOWER_2 = {**_TOWER, "depth": 32, "patch_size": 14, "hidden_size": 3584, "hidden_act": "quick_gelu"}
+_TOWER_2 |= {"embed_dim": 1280, "mlp_ratio": 4}
+_TOWER_2_5 = {**_TOWER, "depth": 32, "patch_size": 14, "hidden_size": 3584, "hidden_act": "silu"}
+_TOWER_2_5 |= {"intermediate_size": 3420, "out_hidden_size": 3584, "window_size": 112}
+_TOWER_2_5 |= {"fullatt_block_indexes": (7, 15, 23, 31)}
+_TOWER_3 = {**_TOWER, "depth": 27, "patch_size": 16, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh"}
+_TOWER_3 |= {"intermediate_size": 4304, "out_hidden_size": 3584, "num_position_embeddings": 2304}
 
 
 # -- Qwen 2 and 3
@@ -179,6 +173,15 @@ def _linear_attention(hf: Mapping[str, Any], fused: bool = False, **overrides: A
 # -- models that see images
 
 
+def read_qwen2_vl_text(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads the text part of Qwen 2 or 2.5 VL: Qwen 2 with positions of three coordinates (arXiv:2409.12191)."""
+    hf = {"rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6, **hf}
+    require(hf, {"head_dim": needed(hf, "hidden_size") // needed(hf, "num_attention_heads")})
+    rope = read_rope(hf, head_dim_of(hf), kinds={"mrope": "default"})
+    config = model_config(hf, ropes=rope, windows=_windows(hf), qkv_bias=True)
+    return _with_axes(config, hf, (16, 24, 24), mixed=False)
+
+
 def read_qwen3_vl_text(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads the text part: Qwen 3, whose positions in images have three coordinates (arXiv:2511.21631)."""
     return _with_axes(_read_qwen3(hf, read_qwen3), hf, (24, 20, 20))
@@ -204,16 +207,47 @@ def read_qwen3_5_moe_text(hf: Mapping[str, Any]) -> ModelConfig:
     return _with_axes(read_qwen3_5_moe(hf), hf, (11, 11, 10))
 
 
+def read_qwen2_vl_vision(hf: Mapping[str, Any]) -> VisionConfig:
+    """Reads a tower over images of any size, without learned positions (arXiv:2409.12191)."""
+    settings = vision_settings(hf, ("qwen2_vl_vision", "qwen2_vl"), _TOWER_2)
+    size = settings["embed_dim"]
+    return _vision(hf, settings, "qwen2_vl", hidden_size=size, ffn_size=size * settings["mlp_ratio"], patch_bias=False)
+
+
+def read_qwen2_5_vl_vision(hf: Mapping[str, Any]) -> VisionConfig:
+    """Reads a tower with RMS norms, gated layers, and windows in all but a few of them (arXiv:2502.13923)."""
+    settings = vision_settings(hf, ("qwen2_5_vl_vision", "qwen2_5_vl"), _TOWER_2_5)
+    merge, patch = settings["spatial_merge_size"], settings["patch_size"]
+    window = settings["window_size"] // merge // patch * merge
+    if not window:
+        raise ValueError(
+            f"vision_config has window_size={settings['window_size']}; it must be at least {merge * patch}, the pixels "
+            "along a side of a feature"
+        )
+    return _vision(
+        hf,
+        settings,
+        "qwen2_5_vl",
+        hidden_size=settings["hidden_size"],
+        ffn_size=settings["intermediate_size"],
+        norm="rms",
+        is_gated=True,
+        patch_bias=False,
+        window=window,
+        whole_layers=tuple(settings["fullatt_block_indexes"]),
+    )
+
+
 def read_qwen3_vl_vision(hf: Mapping[str, Any]) -> VisionConfig:
     """Reads a tower over images of any size, whose features of several layers are merged (arXiv:2511.21631)."""
     kinds = ("qwen3_vl_vision", "qwen3_vl", "qwen3_vl_moe_vision", "qwen3_vl_moe")
-    return _merging_tower(hf, kinds, (8, 16, 24), (151655, 151656))
+    return _interpolating_tower(hf, kinds, (8, 16, 24), (151655, 151656))
 
 
 def read_qwen3_5_vision(hf: Mapping[str, Any]) -> VisionConfig:
     """Reads the tower of Qwen 3 VL, where only the last layer's features are merged."""
     kinds = ("qwen3_5_vision", "qwen3_5", "qwen3_5_moe_vision", "qwen3_5_moe")
-    vision = _merging_tower(hf, kinds, (), (248056, 248057))
+    vision = _interpolating_tower(hf, kinds, (), (248056, 248057))
     if levels := hf["vision_config"].get("deepstack_visual_indexes"):
         raise ValueError(
             f"vision_config has deepstack_visual_indexes={short_repr(levels)}; models of {hf['model_type']} have none"
@@ -228,21 +262,25 @@ def _read_qwen3(hf: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Model
     return read({**left, "use_sliding_window": False, "rope_parameters": {**table, "rope_theta": theta}})
 
 
-def _with_axes(config: ModelConfig, hf: Mapping[str, Any], default: tuple[int, int, int]) -> ModelConfig:
+def _with_axes(
+    config: ModelConfig, hf: Mapping[str, Any], default: tuple[int, int, int], mixed: bool = True
+) -> ModelConfig:
     """Returns a text part whose positions in images have three coordinates.
 
     Args:
         config: Text part, all of whose positions have one.
         default: Number of pairs of dims that turn with a frame, a row and a column, if the file does not say.
+        mixed: Whether these pairs take turns (see `Rope.mixed_sections`).
     """
     sections = tuple((rope_table(hf) or {}).get("mrope_section") or default)
-    if len(sections) != 3:
-        raise ValueError(f"config.json has mrope_section={list(sections)}; it must have three numbers")
-    ropes = tuple(None if rope is None else replace(rope, sections=sections) for rope in config.ropes)
-    return replace(config, ropes=ropes)
+    if len(sections) != 3 or not (mixed or 2 * sum(sections) == config.head_dim):
+        total = "" if mixed else f" that add up to {config.head_dim // 2}, half of a head's dims"
+        raise ValueError(f"config.json has mrope_section={list(sections)}; it must have three numbers{total}")
+    ropes = (None if rope is None else replace(rope, sections=sections, mixed_sections=mixed) for rope in config.ropes)
+    return replace(config, ropes=tuple(ropes))
 
 
-def _merging_tower(
+def _interpolating_tower(
     hf: Mapping[str, Any], kinds: tuple[str, ...], levels: tuple[int, ...], image_tokens: tuple[int, int]
 ) -> VisionConfig:
     """Reads a tower of Qwen 3 VL's kind.
@@ -253,10 +291,7 @@ def _merging_tower(
         levels: Layers of the tower whose features the decoder's first layers add, if the file does not say.
         image_tokens: Tokens that stand for features of images and of videos, if the file does not say.
     """
-    settings = vision_settings(hf, kinds, {**TOWER, "deepstack_visual_indexes": levels})
-    rope = dict(settings["rope_parameters"] or {})
-    if rope.get("rope_type", "axial") != "axial" or set(rope) - {"rope_type", "rope_theta"}:
-        raise ValueError(f"vision_config has rope_parameters={short_repr(rope)}; groupax supports only 'axial' ones")
+    settings = vision_settings(hf, kinds, {**_TOWER_3, "deepstack_visual_indexes": levels})
     layers, positions = tuple(settings["deepstack_visual_indexes"]), settings["num_position_embeddings"]
     side = math.isqrt(positions)
     if list(layers) != sorted(set(layers)) or max(layers, default=0) >= settings["depth"]:
@@ -266,29 +301,62 @@ def _merging_tower(
         )
     if side**2 != positions:
         raise ValueError(f"vision_config has num_position_embeddings={positions}; groupax supports only squares")
-    tower = TowerConfig(
+    return _vision(
+        hf,
+        settings,
+        "qwen3_vl",
+        layers,
+        image_tokens,
         hidden_size=settings["hidden_size"],
         ffn_size=settings["intermediate_size"],
+        positions_per_side=side,
+        interpolated=True,
+    )
+
+
+def _vision(
+    hf: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    names: VisionNames,
+    layers: tuple[int, ...] = (),
+    image_tokens: tuple[int, int] = (151655, 151656),
+    positions_per_side: int | None = None,
+    **fields: Any,
+) -> VisionConfig:
+    """Returns a tower with rotary embeddings of rows and columns over images of any size.
+
+    Args:
+        settings: Checked `vision_config` of the parsed `config.json`.
+        layers: Layers of the tower whose features the decoder's first layers add.
+        image_tokens: Tokens that stand for features of images and of videos, if the file does not say.
+        fields: Fields of `TowerConfig` in which families differ.
+    """
+    rope = dict(settings["rope_parameters"] or {})
+    if rope.get("rope_type", "axial") != "axial" or set(rope) - {"rope_type", "rope_theta"}:
+        raise ValueError(f"vision_config has rope_parameters={short_repr(rope)}; groupax supports only 'axial' ones")
+    tower = TowerConfig(
         num_layers=settings["depth"],
         num_heads=settings["num_heads"],
         channels=settings["in_channels"],
         patch_size=settings["patch_size"],
         frames=settings["temporal_patch_size"],
-        positions_per_side=side,
+        positions_per_side=positions_per_side,
         norm_eps=1e-6,
         activation=tower_activation(settings),
-        interpolated=True,
         rope_theta=float(rope.get("rope_theta", 1e4)),
         fused_qkv=True,
         final_norm=False,
+        **fields,
     )
-    image_token, video_token = image_tokens
-    image_token = hf.get("image_token_id", image_token)
+    image_token, video_token = (
+        hf.get(f"{kind}_token_id", token) for kind, token in zip(("image", "video"), image_tokens, strict=True)
+    )
     return VisionConfig(
         tower=tower,
         projector=PatchMerger(settings["spatial_merge_size"], layers),
         image_token_id=image_token,
-        placeholder_ids=(image_token, hf.get("video_token_id", video_token)),
+        placeholder_ids=(image_token, video_token),
+        names=names,
         text_prefix="model.language_model.",
         has_grid_positions=True,
     )

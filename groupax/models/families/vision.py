@@ -8,10 +8,10 @@ from groupax.core.storage.model_json import VISION, validate
 from groupax.core.terminal.printable import short_repr
 from groupax.models.vision.config import PixelShuffle, TowerActivation, TowerConfig, VisionConfig
 
-# Keys of a `vision_config` that do not affect the forward pass; older files have two of the image processor.
+# Keys of a `vision_config` that do not affect the forward pass; older files have some that no model reads.
 _METADATA = (
-    "_name_or_path architectures attention_dropout dtype initializer_range max_image_size model_type size torch_dtype "
-    "transformers_version"
+    "_name_or_path architectures attention_dropout dtype in_chans initializer_range max_image_size model_type size "
+    "spatial_patch_size tokens_per_second torch_dtype transformers_version"
 )
 # Values of SigLIP that a file may leave out; families add others.
 SIGLIP = {
@@ -34,6 +34,7 @@ def read_idefics3_vision(hf: Mapping[str, Any]) -> VisionConfig:
         projector=PixelShuffle(hf.get("scale_factor", 2)),
         image_token_id=image_token,
         placeholder_ids=(image_token,),
+        names="idefics3",
         text_prefix="model.text_model.",
     )
 

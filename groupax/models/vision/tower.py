@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from groupax.core.types import Image
 from groupax.models.attention import attend_to_shown
 from groupax.models.config import AttentionConfig
-from groupax.models.layers import layer_norm, linear, lookup, zero_centered_rms_norm
+from groupax.models.layers import NORMS, linear, lookup, zero_centered_rms_norm
 from groupax.models.matmul import dense_linear
 from groupax.models.rope import Tables, apply_rope
 from groupax.models.vision.config import (
@@ -28,19 +28,18 @@ from groupax.models.vision.config import (
 from groupax.models.vision.placement import num_features
 from groupax.parallel.pytree import pytree
 
-MERGER_EPS = 1e-6  # of the norms in Qwen's mergers
-
 
 @pytree
 class ImageBatch:
     """The tiles of several images, one per row.
 
     Attributes:
-        patches: Values of N patches per tile.
+        patches: Values of N patches per tile; in a tower with windows those of a window stand together.
         shown: Patches that others see; the others are padding.
         positions: Rows of the table of learned positions that each patch has a sum of.
         position_weights: Weights of that sum.
         cells: Row and column of each patch.
+        places: Place in the row of each patch in the image's own order, for a tower with windows; None for others.
     """
 
     patches: Float[Any, "B N C"]
@@ -48,6 +47,7 @@ class ImageBatch:
     positions: Int[Any, "B N K"]
     position_weights: Float[Any, "B N K"]
     cells: Int[Any, "B N 2"]
+    places: Int[Any, "B N"] | None = None
 
 
 def batch_images(config: VisionConfig, images: Sequence[Image]) -> tuple[ImageBatch, Int[np.ndarray, "I"]]:
@@ -63,34 +63,39 @@ def batch_images(config: VisionConfig, images: Sequence[Image]) -> tuple[ImageBa
         raise ValueError("there are no images to encode")
     for image in images:
         _check(config, image)
-    merged = config.patches_per_feature
+    tower, merged = config.tower, config.patches_per_feature
     num_tiles = [image.patches.shape[0] for image in images]
-    B = bucket(sum(num_tiles))
-    N = merged * bucket(max(image.patches.shape[1] for image in images) // merged)
-    if not config.tower.interpolated:  # all tiles are of one size, or nearly
-        N = max(image.patches.shape[1] for image in images)
-    K = 4 if config.tower.interpolated else 1
+    places = [_places(config, image.grid) for image in images]
+    B, N = bucket(sum(num_tiles)), 1 + max(int(own.max()) for own in places)
+    if config.has_grid_positions:  # otherwise all tiles are of one size, or nearly
+        together = merged if tower.window is None else tower.window**2
+        N = together * bucket(-(-N // together))
+    K = 4 if tower.interpolated else 1
     batch = ImageBatch(
-        np.zeros((B, N, config.tower.patch_dims), np.float32),
+        np.zeros((B, N, tower.patch_dims), np.float32),
         np.zeros((B, N), bool),
         np.zeros((B, N, K), np.int32),
         np.zeros((B, N, K), np.float32),
         np.zeros((B, N, 2), np.int32),
+        None if tower.window is None else np.zeros((B, N), np.int32),
     )
     firsts = np.cumsum([0, *num_tiles])[:-1]
-    for first, image in zip(firsts, images, strict=True):
-        tiles, own, _ = image.patches.shape
-        rows = slice(first, first + tiles)
+    for first, image, own in zip(firsts, images, places, strict=True):
+        rows = slice(first, first + image.patches.shape[0])
         cells = cells_of(image.grid, config.projector.merge)
-        shown = np.ones((tiles, own), bool) if image.shown is None else image.shown
-        batch.patches[rows, :own] = image.patches
-        batch.shown[rows, :own] = shown
-        batch.cells[rows, :own] = cells
-        if config.tower.interpolated:
-            positions, weights = interpolated_positions(config.tower, image.grid, cells)
+        shown = np.ones(image.patches.shape[:2], bool) if image.shown is None else image.shown
+        batch.patches[rows, own] = image.patches
+        batch.shown[rows, own] = shown
+        batch.cells[rows, own] = cells
+        if batch.places is not None:
+            batch.places[rows, : len(own)] = own
+        if tower.positions_per_side is None:
+            continue
+        if tower.interpolated:
+            positions, weights = interpolated_positions(tower.positions_per_side, image.grid, cells)
         else:
-            positions, weights = bucketed_positions(config.tower, cells, shown)
-        batch.positions[rows, :own], batch.position_weights[rows, :own] = positions, weights
+            positions, weights = bucketed_positions(tower.positions_per_side, cells, shown)
+        batch.positions[rows, own], batch.position_weights[rows, own] = positions, weights
     return batch, (firsts * (N // merged)).astype(np.int32)
 
 
@@ -112,7 +117,7 @@ def _check(config: VisionConfig, image: Image) -> None:
             f"patches have {config.tower.patch_dims} values and are merged in squares of {merge} x {merge}"
         )
     side = config.tower.positions_per_side
-    if not config.tower.interpolated and max(rows, columns) > side:
+    if side is not None and not config.tower.interpolated and max(rows, columns) > side:
         raise ValueError(
             f"an image of {rows} x {columns} patches is larger than the model's table of {side} x {side} positions; "
             "let the model's processor resize it"
@@ -127,15 +132,25 @@ def cells_of(grid: tuple[int, int], merge: int) -> Int[np.ndarray, "N 2"]:
     return blocks.transpose(0, 2, 1, 3, 4).reshape(-1, 2).astype(np.int32)
 
 
+def _places(config: VisionConfig, grid: tuple[int, int]) -> Int[np.ndarray, "N"]:
+    """Returns the place in a row of an `ImageBatch` of each patch: its own, or window by window with their padding."""
+    window, merge = config.tower.window, config.projector.merge
+    if window is None:
+        return np.arange(grid[0] * grid[1])
+    cells, strides = cells_of(grid, merge), np.array([window, 1])
+    in_window = np.argsort(cells_of((window, window), merge) @ strides)
+    windows = cells // window @ np.array([-(-grid[1] // window), 1])
+    return windows * window**2 + in_window[cells % window @ strides]
+
+
 def bucketed_positions(
-    tower: TowerConfig, cells: Int[np.ndarray, "N 2"], shown: Bool[np.ndarray, "I N"]
+    side: int, cells: Int[np.ndarray, "N 2"], shown: Bool[np.ndarray, "I N"]
 ) -> tuple[Int[np.ndarray, "I N 1"], Float[np.ndarray, "I N 1"]]:
-    """Returns the cell of the table of positions in which each patch begins, if the shown part is scaled to the table.
+    """Returns the cell of a table of positions in which each patch begins, if the shown part is scaled to the table.
 
     Patches that are not shown have the first one. All is computed in float32, as in transformers' Idefics 3, where a
     patch may begin exactly at the end of a cell, and rounding decides.
     """
-    side = tower.positions_per_side
     ends = _cell_ends(side)
     positions = np.zeros(shown.shape, np.int32)
     for tile, own in enumerate(shown):
@@ -161,13 +176,13 @@ def _cell_ends(side: int) -> Float[np.ndarray, "S"]:
 
 
 def interpolated_positions(
-    tower: TowerConfig, grid: tuple[int, int], cells: Int[np.ndarray, "N 2"]
+    side: int, grid: tuple[int, int], cells: Int[np.ndarray, "N 2"]
 ) -> tuple[Int[np.ndarray, "N 4"], Float[np.ndarray, "N 4"]]:
     """Returns the four cells of the table of positions around each patch and their weights, bilinear, in float32.
 
     The corners of the image have the positions of the table's corners.
     """
-    side, nearest, weights = tower.positions_per_side, [], []
+    nearest, weights = [], []
     for coordinate in (0, 1):
         at = cells[:, coordinate].astype(np.float32) * np.float32(side - 1) / np.float32(max(grid[coordinate] - 1, 1))
         below = np.floor(at)
@@ -191,46 +206,57 @@ def encode_images(config: VisionConfig, params: dict[str, Any], batch: ImageBatc
     """
     (B, N, _), dtype = batch.patches.shape, params["patch"].dtype
     x = dense_linear(jnp.asarray(batch.patches).astype(dtype), params["patch"].reshape(config.tower.hidden_size, -1))
-    x = x + params["patch_bias"][None, None]
-    weights = jnp.asarray(batch.position_weights).astype(dtype)[..., None]
-    places = lookup(params["positions"], jnp.asarray(batch.positions).reshape(-1)).reshape(B, N, -1, x.shape[-1])
-    x = x + jnp.sum(places * weights, axis=2)
+    if config.tower.patch_bias:
+        x = x + params["patch_bias"][None, None]
+    if config.tower.positions_per_side is not None:
+        weights = jnp.asarray(batch.position_weights).astype(dtype)[..., None]
+        learned = lookup(params["positions"], jnp.asarray(batch.positions).reshape(-1)).reshape(B, N, -1, x.shape[-1])
+        x = x + jnp.sum(learned * weights, axis=2)
     tables = None if config.tower.rope_theta is None else _rope_tables(config.tower, jnp.asarray(batch.cells))
-    # an image without anything to see, as in the padding of a batch, sees itself, so that all numbers are finite
-    shown = jnp.asarray(batch.shown)
-    shown = shown | ~jnp.any(shown, axis=1, keepdims=True)
-    layer = jax.jit(jax.checkpoint(partial(_layer, config.tower)))
+    window, shown = config.tower.window, jnp.asarray(batch.shown)
+    layer = jax.jit(jax.checkpoint(partial(_layer, config.tower), static_argnums=0), static_argnums=0)
     after: dict[int, Array] = {}
     for index, weights in enumerate(params["layers"]):
-        x = after[index] = layer(x, weights, shown, tables)
+        num = N if window is None or index in config.tower.whole_layers else window**2
+        x = after[index] = layer(num, x, weights, shown, tables)
     if config.tower.final_norm:
         x = _norm(config.tower, x, params, "final_norm")
     features = _project(config, params["projector"], x, after)
+    if batch.places is not None:
+        num = config.patches_per_feature
+        features = jnp.take_along_axis(features, jnp.asarray(batch.places)[None, :, ::num, None] // num, axis=2)
     return features.reshape(features.shape[0], -1, features.shape[-1])
 
 
 def _layer(
-    tower: TowerConfig, x: Float[Array, "B N D"], weights: dict[str, Any], shown: Array, tables: Tables | None
+    tower: TowerConfig, num: int, x: Float[Array, "B N D"], weights: dict[str, Any], shown: Array, tables: Tables | None
 ) -> Float[Array, "B N D"]:
-    x = x + _attention(tower, _norm(tower, x, weights, "attention_norm"), weights, shown, tables)
+    """Computes a layer in which each `num` patches that follow each other see each other."""
+    x = x + _attention(tower, num, _norm(tower, x, weights, "attention_norm"), weights, shown, tables)
     h = _norm(tower, x, weights, "mlp_norm")
-    h = _activation(tower.activation, linear(h, weights["up"], weights["up_bias"]))
+    up = linear(h, weights["up"], weights["up_bias"])
+    if tower.is_gated:
+        h = _activation(tower.activation, linear(h, weights["gate"], weights["gate_bias"])) * up
+    else:
+        h = _activation(tower.activation, up)
     return x + linear(h, weights["down"], weights["down_bias"])
 
 
 def _attention(
-    tower: TowerConfig, h: Float[Array, "B N D"], weights: dict[str, Any], shown: Array, tables: Tables | None
+    tower: TowerConfig, num: int, h: Float[Array, "B N D"], weights: dict[str, Any], shown: Array, tables: Tables | None
 ) -> Float[Array, "B N D"]:
-    B, N, D = h.shape
     if tower.fused_qkv:
         q, k, v = jnp.split(linear(h, weights["qkv"], weights["qkv_bias"]), 3, axis=-1)
     else:
         q, k, v = (linear(h, weights[name], weights[f"{name}_bias"]) for name in ("q", "k", "v"))
-    q, k, v = (x.reshape(B, N, tower.num_heads, tower.head_dim) for x in (q, k, v))
+    q, k, v = (x.reshape(-1, num, tower.num_heads, tower.head_dim) for x in (q, k, v))
     if tables is not None:
         q, k = (_rotated(x, tables) for x in (q, k))
+    # patches that see nothing, as in the padding of a batch, see each other, so that all numbers are finite
+    shown = shown.reshape(-1, num)
+    shown = shown | ~jnp.any(shown, axis=1, keepdims=True)
     out = attend_to_shown(q, k, v, shown, AttentionConfig(tower.head_dim**-0.5))
-    return linear(out.reshape(B, N, D), weights["out"], weights["out_bias"])
+    return linear(out.reshape(h.shape), weights["out"], weights["out_bias"])
 
 
 def _rotated(x: Float[Array, "B N n H"], tables: Tables) -> Float[Array, "B N n H"]:
@@ -262,11 +288,9 @@ def _project(
             return dense_linear(normed, weights["projection"].T)[None]
         case PatchMerger(_, layers):
             first, *later = weights["mergers"]
-            h = layer_norm(x, first["norm"], MERGER_EPS) + first["norm_bias"][None, None]
-            features = [_merger(first, _joined(h, num))]
+            features = [_merger(first, _joined(_norm(config.tower, x, first, "norm"), num))]
             for layer, own in zip(layers, later, strict=True):
-                h = layer_norm(_joined(after[layer], num), own["norm"], MERGER_EPS) + own["norm_bias"][None, None]
-                features.append(_merger(own, h))
+                features.append(_merger(own, _norm(config.tower, _joined(after[layer], num), own, "norm")))
             return jnp.stack(features)
 
 
@@ -280,12 +304,19 @@ def _merger(weights: dict[str, Any], h: Float[Array, "B n C"]) -> Float[Array, "
 
 
 def _activation(kind: TowerActivation, x: Float[Array, "*M F"]) -> Float[Array, "*M F"]:
-    return jax.nn.gelu(x, approximate=kind == "gelu_pytorch_tanh")
+    match kind:
+        case "silu":
+            return jax.nn.silu(x)
+        case "quick_gelu":
+            return x * jax.nn.sigmoid(1.702 * x)
+        case _:
+            return jax.nn.gelu(x, approximate=kind == "gelu_pytorch_tanh")
 
 
 def _norm(tower: TowerConfig, x: Float[Array, "B N D"], weights: dict[str, Any], name: str) -> Float[Array, "B N D"]:
-    """Applies a layer norm with its bias."""
-    return layer_norm(x, weights[name], tower.norm_eps) + weights[f"{name}_bias"][None, None]
+    """Applies a norm with its bias, if it has one."""
+    normed, bias = NORMS[tower.norm](x, weights[name], tower.norm_eps), weights.get(f"{name}_bias")
+    return normed if bias is None else normed + bias[None, None]
 
 
 MAX_SETS = 3  # of weights whose features are kept: the policy's, its reference's, and those of an older policy

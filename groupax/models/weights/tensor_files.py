@@ -233,6 +233,8 @@ _OLDER_PREFIXES = (
     ("model.vision_tower.vision_model.", "model.vision_tower."),
     ("vision_tower.", "model.vision_tower."),
     ("multi_modal_projector.", "model.multi_modal_projector."),
+    ("visual.", "model.visual."),
+    *((f"model.{part}.", f"model.language_model.{part}.") for part in ("embed_tokens", "layers", "norm")),
 )
 # Prefixes in released GPT-2 models, whose files are of the decoder alone.
 _DECODER_PREFIXES = tuple((f"{name}.", f"transformer.{name}.") for name in ("wte", "wpe", "h", "ln_f"))
