@@ -156,9 +156,8 @@ def as_read(value: Any, kind: Any) -> Any:
     kinds = kinds_of(kind)
     if isinstance(value, str) and str not in kinds and (float in kinds or int in kinds):
         return _from_text(value, kinds)
-    is_item = not isinstance(value, (list, tuple, Mapping, types.NoneType))
-    is_item = is_item and not (bool in kinds and value in (0, 1))
-    return (value,) if is_item and takes_many(kind) and str not in kinds else value
+    is_many = isinstance(value, (list, tuple, Mapping, types.NoneType)) or (bool in kinds and value in (0, 1))
+    return (value,) if not is_many and takes_many(kind) and str not in kinds else value
 
 
 def from_texts(texts: Sequence[str], kind: Any) -> Any:
@@ -242,8 +241,8 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin is Callable:
         return callable(value)
     if origin in (dict, Mapping):
-        is_fit = isinstance(value, Mapping) and all(_fits(key, inner[0]) for key in value)
-        return is_fit and (inner[1] is Any or all(_fits(each, inner[1]) for each in value.values()))
+        pairs = value.items() if isinstance(value, Mapping) else [(None, None)]
+        return all(_fits(key, inner[0]) and (inner[1] is Any or _fits(each, inner[1])) for key, each in pairs)
     if kind in _NUMBERS:
         return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
     return value is None if kind is type(None) else isinstance(value, kind)
