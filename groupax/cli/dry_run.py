@@ -85,7 +85,7 @@ class DryRun(GRPOTrainer):
     def _planned_memory(self, longest: tuple[int, int]) -> str:
         model, args = self.start_model, replace(self.args, max_prompt_length=longest[0])
         lora, mesh = model.adapter and model.adapter.config, model.mesh
-        if model.adapter is not None and is_quantized(model.adapter.frozen.params):
+        if model.adapter is not None and is_quantized(model.adapter.frozen):
             args = replace(args, base_weights="nf4")
         if unplanned := unplanned_setting(args):
             return f"not planned: {unplanned}"

@@ -20,6 +20,7 @@ from groupax.models.adapted import changes_of, check_finite_changes, stack_adapt
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
 from groupax.models.flops import find_config
+from groupax.models.lora import as_plain
 from groupax.models.params import shard_params, split_dims
 from groupax.models.recurrent import empty_state
 from groupax.models.specs import Params
@@ -223,12 +224,12 @@ def with_adapters(model: Model, adapters: Mapping[str, Model]) -> Params:
     """
     changes = []
     for name, each in adapters.items():
-        if each.adapter is None or each.adapter.frozen.params is not model.params:
+        if each.adapter is None or each.adapter.frozen is not model.params:
             raise ValueError(
                 f"{name} is not an adapter of the same model in memory; load it by load_adapter(model, ...)"
             )
-        changes.append(changes_of(each.adapter.trained, each.adapter.config.scale, model.params["embed"].dtype))
-        check_finite_changes(changes[-1].trained)
+        changes.append(changes_of(as_plain(model.config, each.adapter).trained, model.params["embed"].dtype))
+        check_finite_changes(changes[-1])
     return stack_adapters(model.params, changes)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from groupax.models.adapted import AdaptedWeight
+from groupax.models.adapted import AdaptedWeight, row_factors
 from groupax.models.config import LatentAttention
 from groupax.models.layers import Weight, linear, rms_norm, row_parallel_linear
 from groupax.models.specs import Params
@@ -75,6 +75,9 @@ def _queries(latent: LatentAttention, weights: Params, h: Float[Array, "M D"], a
 def _through_keys(latent: LatentAttention, kv_up: Weight, q: Float[Array, "M N P"]) -> Float[Array, "M N C"]:
     """Multiplies queries with the matrix that would make keys of latent vectors."""
     if isinstance(kv_up, AdaptedWeight):
+        if kv_up.norms is not None:
+            factors = row_factors(kv_up).astype(q.dtype).reshape(1, q.shape[1], -1)
+            q = q * factors[..., : latent.plain_dims]
         b = _by_head(latent, kv_up.change.b)[:, : latent.plain_dims]
         inner = jnp.einsum("mnp,npr->mnr", q, b) * _rank_scales(kv_up, q.dtype)
         return _through_keys(latent, kv_up.base, q) + jnp.einsum("mnr,rc->mnc", inner, kv_up.change.a)
@@ -87,16 +90,19 @@ def _through_values(latent: LatentAttention, kv_up: Weight, x: Float[Array, "M N
     if isinstance(kv_up, AdaptedWeight):
         b = _by_head(latent, kv_up.change.b)[:, latent.plain_dims :]
         inner = jnp.einsum("mnc,rc->mnr", x, kv_up.change.a) * _rank_scales(kv_up, x.dtype)
-        return _through_values(latent, kv_up.base, x) + jnp.einsum("mnr,nvr->mnv", inner, b)
+        out = _through_values(latent, kv_up.base, x) + jnp.einsum("mnr,nvr->mnv", inner, b)
+        if kv_up.norms is None:
+            return out
+        return out * row_factors(kv_up).astype(x.dtype).reshape(1, x.shape[1], -1)[..., latent.plain_dims :]
     matrix = _by_head(latent, _dense(kv_up, latent.rank, x.dtype))
     return jnp.einsum("mnc,nvc->mnv", x, matrix[:, latent.plain_dims :])
 
 
 def _rank_scales(weight: AdaptedWeight, dtype: Any) -> Float[Array, "..."]:
     """Returns the scale of each token's ranks: 0 for those of other adapters (see `adapted.low_rank_linear`)."""
-    scales = jnp.asarray(weight.scale, dtype)
-    if weight.owner is None:
-        return scales
+    if weight.scales is None or weight.owner is None:
+        return jnp.asarray(weight.change.scale, dtype)
+    scales = jnp.asarray(weight.scales, dtype)
     assert weight.rows is not None, "several adapters need to know which one each row is for"
     return jnp.where(weight.rows[:, None] == weight.owner[None, :], scales[None, :], 0)[:, None]
 

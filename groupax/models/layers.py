@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from groupax.models.adapted import AdaptedWeight, low_rank_linear
+from groupax.models.adapted import AdaptedWeight, change_inputs, low_rank_linear, row_factors
 from groupax.models.config import Activation, ClampedSwiglu, GatedActivation, NormKind
 from groupax.models.matmul import dense_linear, matmul, matmul_nt
 from groupax.models.weights.nf4 import Nf4, dequantize_nf4
@@ -149,7 +149,12 @@ def _depending_on(cotangent: Array, x: Array) -> Array:
 def linear(x: Float[Array, "*M I"], weight: Weight, bias: Array | None = None) -> Float[Array, "*M O"]:
     """Applies a weight [O, I] and an optional bias. The weight may be quantized or adapted."""
     if isinstance(weight, AdaptedWeight):
-        return linear(x, weight.base, bias) + low_rank_linear(x, weight)
+        inputs = change_inputs(x, weight)
+        change = low_rank_linear(inputs, weight)
+        if weight.norms is not None:
+            factors = _broadcast_weight(row_factors(weight), change)  # in float32, since they are near 1
+            change = factors.astype(x.dtype) * change + (factors - 1).astype(x.dtype) * linear(inputs, weight.base)
+        return linear(x, weight.base, bias) + change
     return plus_bias(dense_linear(x, weight) if isinstance(weight, Array) else _quantized_linear(x, weight), bias)
 
 

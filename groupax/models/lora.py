@@ -8,7 +8,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import regex
-from jaxtyping import Array, Key
+from jax import lax
+from jaxtyping import Array, Float, Key
 from safetensors.numpy import save_file
 
-from groupax.core.settings.fields import as_given, check_range, check_type, nearest, ranged
+from groupax.core.settings.fields import as_given, check_range, check_type, nearest, patterned, ranged
 from groupax.core.settings.optimizer import LoRABias
 from groupax.core.storage.folders import ADAPTER_NAME, at_revision, split_revision
 from groupax.core.terminal.printable import short_repr
-from groupax.models.adapted import FrozenBase, LowRank, Params
+from groupax.models.adapted import AdaptedWeight, LowRank, Params, apply_adapter, dense, norms_of, side_by_side
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Spec, model_specs, num_params
-from groupax.models.weights.casts import dense
 from groupax.models.weights.tensor_files import INDEX_NAME, SINGLE_NAME, TensorFile, check_finite
 from groupax.parallel.collectives import to_device
 
@@ -38,8 +38,8 @@ PEFT_DEFAULT = ("q_proj", "v_proj")
 PREFIX = "base_model.model."
 # Fields of a `peft.LoraConfig` that have no effect here.
 _INERT = (
-    "auto_mapping base_model_name_or_path eva_config fan_in_fan_out inference_mode init_lora_weights loftq_config "
-    "megatron_core peft_type peft_version qalora_group_size revision runtime_config task_type"
+    "auto_mapping base_model_name_or_path eva_config fan_in_fan_out inference_mode loftq_config megatron_core "
+    "peft_type peft_version qalora_group_size revision runtime_config task_type"
 )
 
 
@@ -56,10 +56,19 @@ class LoRAConfig:
             may also match matrices of the part that sees images.
         bias: Biases to train: "none", "all", or "lora_only" for those of the adapted modules.
         use_rslora: Whether to scale by lora_alpha / sqrt(r) instead (arXiv:2312.03732).
-        modules_to_save: Names of modules whose weights are trained fully.
+        modules_to_save: Names of modules whose weights are trained fully, with those of all modules inside of them.
+        use_dora: Whether to train the norms of the changed matrices' rows too (DoRA, arXiv:2402.09353).
+        rank_pattern: Ranks of some of the modules, by regular expressions for endings of their names, of which the
+            first that matches counts.
+        alpha_pattern: Their values in place of lora_alpha, likewise.
+        layers_to_transform: Indices of the layers to adapt; empty for all. Full names in `target_modules` are adapted
+            in any case.
+        layers_pattern: Names, as regular expressions, of the lists of layers that have these indices; empty for any.
+        init_lora_weights: True for changes of zero; "pissa" for the principal singular vectors of each matrix, which
+            the base then lacks (PiSSA, arXiv:2404.02948); "pissa_niter_N" computes them approximately, in N iterations.
 
     Raises:
-        ValueError: A value is out of range.
+        ValueError: A value is out of range, or two contradict each other.
     """
 
     r: int = ranged(8, 2**31 - 1, low=1)
@@ -69,15 +78,34 @@ class LoRAConfig:
     bias: LoRABias = "none"
     use_rslora: bool = False
     modules_to_save: Collection[str] = ()
+    use_dora: bool = False
+    rank_pattern: Mapping[str, int] = patterned(2**31 - 1, low=1)
+    alpha_pattern: Mapping[str, float | int] = patterned(1e6, low=1e-6)
+    layers_to_transform: Collection[int] = ranged((), 2**31 - 1)
+    layers_pattern: Collection[str] = ()
+    init_lora_weights: bool | str = True
 
     def __post_init__(self) -> None:
         for name, value in _checked(vars(self)).items():
             object.__setattr__(self, name, value)
+        if self.layers_pattern and not self.layers_to_transform:
+            raise ValueError(f"layers_pattern {self.layers_pattern} without layers_to_transform; list the layers there")
+        if self.layers_to_transform and isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
+            raise ValueError(
+                f"layers_to_transform {self.layers_to_transform} and target_modules {self.target_modules!r}, a regular "
+                "expression, both choose layers; name the layers in the expression, or list the modules"
+            )
 
     @property
-    def scale(self) -> float:
-        """The factor of the low-rank changes."""
-        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+    def is_pissa(self) -> bool:
+        """True if the base lacks the changes that the adapter begins with."""
+        return isinstance(self.init_lora_weights, str)
+
+    def rank_and_scale(self, module: str) -> tuple[int, float]:
+        """Returns the rank of a module's change, and the factor that scales it."""
+        r = _by_pattern(self.rank_pattern, module, self.r, "rank_pattern")
+        alpha = _by_pattern(self.alpha_pattern, module, self.lora_alpha, "alpha_pattern")
+        return r, alpha / (math.sqrt(r) if self.use_rslora else r)
 
 
 def as_lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
@@ -102,7 +130,6 @@ def as_lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
             "no prompt-learning and no other method"
         )
     own = {field.name for field in fields(LoRAConfig)}
-    _check_init(settings.get("init_lora_weights", True), has_weights)
     if settings.get("inference_mode") and not has_weights:
         raise ValueError("inference_mode=True freezes a new adapter, and nothing would be trained; leave it at False")
     others = {key: value for key, value in settings.items() if key not in {*own, *_INERT.split()}}
@@ -113,6 +140,16 @@ def as_lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
             + ", ".join(f"{key}={short_repr(others[key])}" for key in unsupported[:4])
         )
     given = {key: settings[key] for key in own if settings.get(key) is not None}
+    init = given.get("init_lora_weights", True)
+    if has_weights and init in (False, "gaussian", "orthogonal", "eva"):
+        given["init_lora_weights"] = True  # where its weights began
+    elif has_weights and init not in (True, "pissa"):
+        raise ValueError(
+            f"init_lora_weights is {short_repr(init)}: PEFT changed the base when it made this adapter, at random or "
+            "by data that the folder does not have; save it with PEFT's path_initial_model_for_weight_conversion"
+        )
+    if {"score", "classifier"} <= set(given.get("modules_to_save", ())):  # PEFT adds both names that a head may have
+        given["modules_to_save"] = set(given["modules_to_save"]) - {"classifier"}
     return LoRAConfig(**_checked({"target_modules": PEFT_DEFAULT, **given}))
 
 
@@ -123,11 +160,19 @@ def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
         value = as_given(settings[field.name], field.type)
         if isinstance(value, (list, set, frozenset)):
             value = tuple(value) if isinstance(value, list) else tuple(sorted(value))
+        if field.name.startswith("layers_") and isinstance(value, (int, str)):  # as in PEFT
+            value = (value,)
         check_type(field.name, value, field.type)
         check_range(field, value)
         checked[field.name] = ALL_LINEAR if value == (ALL_LINEAR,) else value
     if not checked["target_modules"]:
         raise ValueError(f"target_modules is empty; name modules like 'q_proj', or set {ALL_LINEAR!r}")
+    init = checked.get("init_lora_weights", True)
+    if init is not True and not (isinstance(init, str) and regex.fullmatch(r"pissa(_niter_\d{1,3})?", init)):
+        raise ValueError(
+            f"init_lora_weights is {short_repr(init)}; groupax supports True, 'pissa' and 'pissa_niter_N' with an N of "
+            "at most 999: leave it at True for changes of zero"
+        )
     return checked
 
 
@@ -135,18 +180,6 @@ def _is_set(value: Any) -> bool:
     """Returns whether a setting is anything but PEFT's ways of leaving it unset; 0 is an index, e.g. of a layer."""
     is_empty = isinstance(value, (str, Collection)) and not len(value)
     return not (value is None or value is False or is_empty)
-
-
-def _check_init(init: Any, has_weights: bool) -> None:
-    if init not in (True, False, "gaussian", "orthogonal", "eva"):
-        raise ValueError(
-            f"init_lora_weights is {short_repr(init)}, which changes the base or what is trained; groupax does not "
-            "support that"
-        )
-    if init is not True and not has_weights:
-        raise ValueError(
-            f"init_lora_weights is {init!r}; groupax supports only PEFT's default for new adapters: leave it at True"
-        )
 
 
 def adapter_specs(config: ModelConfig, lora: LoRAConfig) -> Params:
@@ -163,15 +196,19 @@ def adapter_specs(config: ModelConfig, lora: LoRAConfig) -> Params:
     targets = _match_modules(lora.target_modules, modules, "target_modules")
     saved = _match_modules(lora.modules_to_save, modules, "modules_to_save")
     if lora.target_modules == ALL_LINEAR:
-        targets = {name for name, spec in modules.items() if spec.is_layer_matrix} - saved
-    _check_modules(config, weights, targets, saved)
+        targets = {name for name, spec in modules.items() if spec.is_layer_matrix}
+    targets = _in_layers(lora, targets) - saved
+    _check_modules(config, lora, weights, targets, saved)
+    _check_patterns(lora, targets)
     trained = _trained_specs(specs, lora, targets, saved)
     if not jax.tree.leaves(trained.get("vision")):
         trained.pop("vision", None)
     return trained
 
 
-def _check_modules(config: ModelConfig, weights: Sequence[Spec], targets: set[str], saved: set[str]) -> None:
+def _check_modules(
+    config: ModelConfig, lora: LoRAConfig, weights: Sequence[Spec], targets: set[str], saved: set[str]
+) -> None:
     modules = {module_name(spec): spec for spec in weights}
     shared = {name for name, count in Counter(map(module_name, weights)).items() if count > 1}
     shared |= {name for name, spec in modules.items() if spec.is_stacked}
@@ -191,6 +228,13 @@ def _check_modules(config: ModelConfig, weights: Sequence[Spec], targets: set[st
             f"modules_to_save names {', '.join(sorted(unlike))}, which PEFT has under another name or transposed; "
             "groupax can only adapt it, by target_modules"
         )
+    for spec in jax.tree.leaves(model_specs(config)):
+        is_other = not spec.name.endswith((".weight", ".bias"))
+        if is_other and any(_is_inside(each, module_name(spec)) for each in lora.modules_to_save):
+            raise ValueError(
+                f"modules_to_save {lora.modules_to_save} includes {spec.name}, which is no weight of a matrix or norm "
+                "and cannot be trained alone; name the modules with such weights instead"
+            )
     if config.tie_embeddings and saved & {module_name(model_specs(config)["embed"]), "lm_head"}:
         raise ValueError(
             "modules_to_save names the embedding, which this model also uses as its head; PEFT would train a copy of "
@@ -218,9 +262,13 @@ def _trained_specs(specs: Any, lora: LoRAConfig, targets: set[str], saved: set[s
             trained[name] = Spec(spec.shape, spec.axes, PREFIX + spec.name)
         elif module in targets:
             (rows, columns), (out_dim, in_dim) = spec.shape, spec.axes
-            a = Spec((lora.r, columns), (None, in_dim), f"{PREFIX}{module}.lora_A.weight")
-            b = Spec((rows, lora.r), (out_dim, None), f"{PREFIX}{module}.lora_B.weight", init="zeros")
-            trained[name] = LowRank(a, b)
+            rank, scale = lora.rank_and_scale(module)
+            if lora.is_pissa and rank > min(spec.shape):
+                raise ValueError(f"{module} {spec.shape} has no {rank} singular values for PiSSA; set a smaller rank")
+            a = Spec((rank, columns), (None, in_dim), f"{PREFIX}{module}.lora_A.weight")
+            b = Spec((rows, rank), (out_dim, None), f"{PREFIX}{module}.lora_B.weight", init="zeros")
+            magnitude = Spec((rows,), (out_dim,), f"{PREFIX}{module}.lora_magnitude_vector", is_float32=True)
+            trained[name] = LowRank(a, b, scale, magnitude if lora.use_dora else None)
     return trained
 
 
@@ -230,7 +278,10 @@ def module_name(spec: Spec) -> str:
 
 
 def _match_modules(names: str | Iterable[str], modules: Mapping[str, Spec], setting: str) -> set[str]:
-    """Finds modules by PEFT's rules: endings of names (with modules_to_save, of words too), or a regular expression."""
+    """Finds modules by PEFT's rules: a regular expression, or endings of names.
+
+    Those of modules_to_save may be endings of words, and of a module that contains the modules.
+    """
     if names == ALL_LINEAR:
         return set()
     if isinstance(names, str):
@@ -240,8 +291,8 @@ def _match_modules(names: str | Iterable[str], modules: Mapping[str, Spec], sett
         return found
     found = set()
     for each in names:
-        ending = each if setting == "modules_to_save" else f".{each}"
-        own = {name for name in modules if name == each or name.endswith(ending)}
+        is_own = _is_inside if setting == "modules_to_save" else _is_ending
+        own = {name for name in modules if is_own(each, name)}
         if not own:
             endings = sorted({name.rpartition(".")[2] for name in modules})
             raise ValueError(
@@ -252,10 +303,52 @@ def _match_modules(names: str | Iterable[str], modules: Mapping[str, Spec], sett
     return found
 
 
-def _full_match(pattern: str, name: str, setting: str) -> bool:
+def _is_ending(each: str, name: str) -> bool:
+    return name == each or name.endswith(f".{each}")
+
+
+def _is_inside(each: str, name: str) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:end]).endswith(each) for end in range(1, len(parts) + 1))
+
+
+def _in_layers(lora: LoRAConfig, targets: set[str]) -> set[str]:
+    """Returns the modules that are in one of the chosen layers, or named in full."""
+    if not lora.layers_to_transform:
+        return targets
+    found: dict[int, set[str]] = {index: set() for index in lora.layers_to_transform}
+    for name in targets:
+        patterns = (rf"(?:.*?\.)?(?:{each})\.(?P<index>\d+)\..*" for each in lora.layers_pattern or ("[^.]*",))
+        matches = (_full_match(each, name, "layers_pattern") for each in patterns)
+        match = next((each for each in matches if each), None)
+        if match and int(match["index"]) in found:
+            found[int(match["index"])].add(name)
+    if empty := [index for index, names in found.items() if not names]:
+        raise ValueError(
+            f"layers_to_transform names {empty[:4]}, and there are no modules to adapt in layers of these indices "
+            f"(layers_pattern {lora.layers_pattern}); indices start at 0"
+        )
+    return set().union(*found.values()) | targets & set(lora.target_modules)
+
+
+def _check_patterns(lora: LoRAConfig, targets: set[str]) -> None:
+    for setting in ("rank_pattern", "alpha_pattern"):
+        for key in getattr(lora, setting):
+            if not any(_full_match(rf"(.*\.)?({key})", name, setting) for name in targets):
+                raise ValueError(
+                    f"{setting} has {short_repr(key)}, which matches no adapted module; those are {_endings(targets)}"
+                )
+
+
+def _by_pattern(pattern: Mapping[str, Any], module: str, default: Any, setting: str) -> Any:
+    found = (value for key, value in pattern.items() if _full_match(rf"(.*\.)?({key})", module, setting))
+    return next(found, default)
+
+
+def _full_match(pattern: str, name: str, setting: str) -> Any:
     """Matches a name against a regular expression. It may be untrusted, and some take forever."""
     try:
-        return regex.fullmatch(pattern, name, timeout=PATTERN_TIMEOUT_S) is not None
+        return regex.fullmatch(pattern, name, timeout=PATTERN_TIMEOUT_S)
     except (regex.error, TimeoutError, RecursionError) as error:
         reason = str(error) or f"matching takes longer than {PATTERN_TIMEOUT_S} s"
         raise ValueError(f"{setting} {short_repr(pattern)} cannot be used as a regular expression: {reason}") from error
@@ -274,18 +367,70 @@ class Adapter:
         frozen: Base weights.
         trained: Trained weights, float32, in the structure of `adapter_specs`.
         base_name: Folder or hub id of the base; None if the base was created in memory.
+        removed: Changes that the base lacks, negated (PiSSA), in the structure of `trained`; None if there are none.
     """
 
     config: LoRAConfig
-    frozen: FrozenBase
+    frozen: Params
     trained: Params
     base_name: str | None = None
+    removed: Params | None = None
+
+
+def residual(adapter: Adapter) -> Params:
+    """Returns the weights that an adapter changes: the base, less what PiSSA removes from it."""
+    return adapter.frozen if adapter.removed is None else apply_adapter(adapter.frozen, adapter.removed)
+
+
+def removed_changes(lora: LoRAConfig, initial: Params) -> Params | None:
+    """Returns the changes that the base lacks, negated, given the weights that an adapter begins with."""
+    negated = lambda x: LowRank(x.a, -x.b, x.scale) if _is_low_rank(x) else None  # noqa: E731
+    return jax.tree.map(negated, initial, is_leaf=_is_low_rank) if lora.is_pissa else None
+
+
+def as_plain(config: ModelConfig, adapter: Adapter) -> Adapter:
+    """Returns an adapter of PiSSA as one of the whole base, of twice the rank: its changes less those it began with.
+
+    It has the settings that PEFT gives such an adapter. Other adapters stay as they are.
+    """
+    if adapter.removed is None:
+        return adapter
+    lora, factor = adapter.config, math.sqrt(2) if adapter.config.use_rslora else 2
+    plain = replace(
+        lora,
+        r=2 * lora.r,
+        lora_alpha=factor * lora.lora_alpha,
+        rank_pattern={key: 2 * rank for key, rank in lora.rank_pattern.items()},
+        alpha_pattern={key: factor * alpha for key, alpha in lora.alpha_pattern.items()},
+        init_lora_weights=True,
+    )
+    trained = trained_params(adapter_specs(config, plain), apply_adapter(residual(adapter), adapter.trained))
+    return replace(adapter, config=plain, trained=trained, removed=None)
+
+
+def trained_params(specs: Any, params: Any) -> Any:
+    """Selects an adapter's weights from those that the forward pass reads, with what PiSSA removes from the base.
+
+    Args:
+        specs: Specs of the adapter as it is saved (see `as_plain`).
+        params: Joined weights of base and adapter (see `models.adapted.apply_adapter`).
+    """
+    if isinstance(specs, LowRank):
+        assert isinstance(params, AdaptedWeight), "joined with this adapter"
+        is_pissa = isinstance(params.base, AdaptedWeight)
+        return side_by_side([params.change, params.base.change], specs.scale) if is_pissa else params.change
+    if isinstance(specs, dict):
+        return {name: trained_params(each, params[name]) for name, each in specs.items()}
+    if isinstance(specs, list):
+        return [trained_params(spec, each) for spec, each in zip(specs, params, strict=True)]
+    return params
 
 
 def init_adapter(config: ModelConfig, lora: LoRAConfig, params: Params, key: Key[Array, ""], sharding: Any) -> Params:
-    """Initializes an adapter's weights in float32: changes of zero, and copies of the base's fully trained weights.
+    """Initializes an adapter's weights in float32: its changes, and copies of the base's fully trained weights.
 
-    `LowRank.a` is uniform in [-1, 1] / sqrt(I), as in PEFT; values depend only on the key and the weight's name.
+    Changes are zero, with `LowRank.a` uniform in [-1, 1] / sqrt(I), as in PEFT, or the principal part of their matrix.
+    Magnitudes are the norms of the matrix. Values depend only on the key, the weight's name and the base.
 
     Raises:
         ValueError: See `adapter_specs`.
@@ -296,7 +441,11 @@ def init_adapter(config: ModelConfig, lora: LoRAConfig, params: Params, key: Key
             weight_key = jax.random.fold_in(key, zlib.crc32(spec.a.name.encode()))
             bound = 1.0 / math.sqrt(spec.a.shape[1])
             a = jax.random.uniform(weight_key, spec.a.shape, jnp.float32, -bound, bound)
-            return LowRank(a, jnp.zeros(spec.b.shape, jnp.float32))
+            change = LowRank(a, jnp.zeros(spec.b.shape, jnp.float32), spec.scale)
+            magnitude = None if spec.magnitude is None else norms_of(base, change)
+            if lora.is_pissa:
+                change = _principal_part(dense(base, jnp.float32), spec, str(lora.init_lora_weights), weight_key)
+            return replace(change, magnitude=magnitude)
         if isinstance(spec, dict):
             return {name: init(each, base[name]) for name, each in spec.items()}
         if isinstance(spec, list):
@@ -305,6 +454,23 @@ def init_adapter(config: ModelConfig, lora: LoRAConfig, params: Params, key: Key
 
     specs = adapter_specs(config, lora)
     return jax.jit(lambda params: init(specs, params), out_shardings=sharding)(params)
+
+
+def _principal_part(matrix: Float[Array, "O I"], spec: LowRank, method: str, key: Key[Array, ""]) -> LowRank:
+    """Returns the principal singular values and vectors of a matrix as a change, each factor with their square root.
+
+    The approximation is a subspace iteration from random vectors (arXiv:0909.4061, algorithm 4.4).
+    """
+    rank, (_, _, niter) = spec.a.shape[0], method.partition("_niter_")
+    if niter:
+        q, qr = matrix @ jax.random.normal(key, (matrix.shape[1], rank)), jnp.linalg.qr
+        q = lax.fori_loop(0, int(niter), lambda _, q: qr(matrix @ qr(matrix.T @ q)[0])[0], qr(q)[0])
+        left, values, right = jnp.linalg.svd(q.T @ matrix, full_matrices=False)
+        left = q @ left
+    else:
+        left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
+    roots = jnp.sqrt(values[:rank] / spec.scale)
+    return LowRank(roots[:, None] * right[:rank], left[:, :rank] * roots[None, :], spec.scale)
 
 
 def count_params(config: ModelConfig, lora: LoRAConfig | None) -> tuple[int, int]:
@@ -352,7 +518,12 @@ def adapter_config_dict(adapter: Adapter, config: ModelConfig) -> dict[str, Any]
         "target_modules": lora.target_modules if is_pattern else targets,
         "bias": lora.bias,
         "use_rslora": lora.use_rslora,
+        "use_dora": lora.use_dora,
         "modules_to_save": list(lora.modules_to_save) or None,
+        "rank_pattern": lora.rank_pattern,
+        "alpha_pattern": lora.alpha_pattern,
+        "layers_to_transform": list(lora.layers_to_transform) or None,
+        "layers_pattern": list(lora.layers_pattern) or None,
         "init_lora_weights": True,
         "fan_in_fan_out": config.transposed,
     }

@@ -82,7 +82,7 @@ def _initializer(config: ModelConfig, mesh: Mesh, dtype: Any) -> Callable[[Key[A
 
 def weight_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
     """Returns the dtype of the weight at a path of the tree when the weights are cast to a dtype."""
-    return jnp.float32 if getattr(path[-1], "key", None) in FLOAT32 else dtype
+    return jnp.float32 if jax.tree_util.keystr(path[-1:], simple=True) in FLOAT32 else dtype
 
 
 def partition_specs(config: ModelConfig, mesh: Mesh, params: Any) -> Any:
@@ -104,19 +104,20 @@ def shard_params(config: ModelConfig, mesh: Mesh, params: Any) -> Any:
 
 
 def _specs(layout: Layout, spec: Any, weight: Any) -> Any:
+    if weight is None:
+        return None
     if isinstance(weight, dict):
         return {name: _specs(layout, spec[name], each) for name, each in weight.items()}
     if isinstance(weight, list):
         return [_specs(layout, own, each) for own, each in zip(spec, weight, strict=True)]
     if isinstance(weight, LowRank):
         out_dim, in_dim = spec.axes
-        return LowRank(layout.spec((None, in_dim)), layout.spec((out_dim, None)))
+        magnitude = None if weight.magnitude is None else layout.spec((out_dim,))
+        return LowRank(layout.spec((None, in_dim)), layout.spec((out_dim, None)), weight.scale, magnitude)
     leaves, structure = jax.tree.flatten(weight)
     if isinstance(weight, AdaptedWeight):
-        own = [
-            *jax.tree.leaves(_specs(layout, spec, weight.base)),
-            *_specs(layout, spec, weight.change).__dict__.values(),
-        ]
+        change = _specs(layout, spec, weight.change)
+        own = jax.tree.leaves((_specs(layout, spec, weight.base), change, change.magnitude))
         return jax.tree.unflatten(structure, [*own, *[PartitionSpec()] * (len(leaves) - len(own))])
     own = layout.spec(spec.axes) if jax.tree_util.treedef_is_leaf(structure) else PartitionSpec()
     return jax.tree.unflatten(structure, [own] * len(leaves))
@@ -142,10 +143,13 @@ def gather_weight(layout: Layout, dims: Dims, weight: Any, reduce_dtype: ReduceD
         out_dim, in_dim = dims
         a = gather_weight(layout, (None, in_dim), weight.change.a, reduce_dtype)
         b = gather_weight(layout, (out_dim, None), weight.change.b, reduce_dtype)
+        magnitude = gather_weight(layout, (out_dim,), weight.change.magnitude, reduce_dtype)
+        norms = gather_weight(layout, (out_dim,), weight.norms)
         # where the matrix is sharded over a model axis, one of a and b is replicated, and its gradients are summed
         a = a if out_dim in GATHERED else psum_grad(a, layout.axis(out_dim))
-        b = b if in_dim in GATHERED else psum_grad(b, layout.axis(in_dim))
-        return replace(weight, base=base, change=LowRank(a, b))
+        if in_dim not in GATHERED:
+            b, magnitude = jax.tree.map(lambda x: psum_grad(x, layout.axis(in_dim)), (b, magnitude))
+        return replace(weight, base=base, change=LowRank(a, b, weight.change.scale, magnitude), norms=norms)
     place = next((place for place, dim in enumerate(dims) if dim in GATHERED), None)
     if not isinstance(weight, Array) or place is None:
         return weight

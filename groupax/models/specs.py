@@ -109,7 +109,7 @@ Params = dict[str, Any]
 # The bias that is added to the experts' scores for their choice, which is not trained, and its names in checkpoints.
 ROUTER_CORRECTION, CORRECTION_NAMES = "router_correction", ("e_score_correction_bias", "expert_bias")
 # Weights that are kept in float32.
-FLOAT32 = (ROUTER_CORRECTION, "a_log", "dt_bias")
+FLOAT32 = (ROUTER_CORRECTION, "a_log", "dt_bias", "magnitude", "norms")
 
 
 def embedding_name(config: ModelConfig) -> str:

@@ -1,6 +1,6 @@
 """Frozen dataclasses that jax can flatten."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -8,25 +8,33 @@ import jax
 T = TypeVar("T")
 
 
-@dataclass_transform(frozen_default=True)
+def static() -> Any:
+    """Returns a field of a `pytree` that is part of its structure, which programs are compiled for, not a child."""
+    return field(metadata={"static": True})
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(static,))
 def pytree(cls: type[T]) -> type[T]:
-    """Makes `cls` a frozen dataclass whose fields are all children of a pytree.
+    """Makes `cls` a frozen dataclass whose fields, except those that are `static`, are the children of a pytree.
 
     Unflattening bypasses `__init__`, because jax rebuilds trees with tracers, axis sizes or sentinels in place of
     arrays, none of which passes a check of annotated shapes.
     """
     cls = dataclass(frozen=True)(cls)
-    names = tuple(field.name for field in fields(cls))  # pyright: ignore[reportArgumentType]
+    declared = fields(cls)  # pyright: ignore[reportArgumentType]
+    names = tuple(each.name for each in declared if "static" not in each.metadata)
+    static_names = tuple(each.name for each in declared if "static" in each.metadata)
 
-    def flatten_with_keys(tree: Any) -> tuple[list[tuple[Any, Any]], None]:
-        return [(jax.tree_util.GetAttrKey(name), getattr(tree, name)) for name in names], None
+    def flatten(tree: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        return [getattr(tree, name) for name in names], tuple(getattr(tree, name) for name in static_names)
 
-    def flatten(tree: Any) -> tuple[list[Any], None]:
-        return [getattr(tree, name) for name in names], None
+    def flatten_with_keys(tree: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        children, structure = flatten(tree)
+        return list(zip(map(jax.tree_util.GetAttrKey, names), children, strict=True)), structure
 
-    def unflatten(_: None, children: Any) -> T:
+    def unflatten(structure: tuple[Any, ...], children: Any) -> T:
         tree = object.__new__(cls)
-        for name, child in zip(names, children, strict=True):
+        for name, child in zip((*names, *static_names), (*children, *structure), strict=True):
             object.__setattr__(tree, name, child)
         return tree
 

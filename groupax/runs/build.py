@@ -156,6 +156,12 @@ def lora_for(args: RunConfig, peft_config: Any) -> LoRAConfig | None:
         bias=args.lora_bias,
         use_rslora=args.use_rslora,
         modules_to_save=args.lora_modules_to_save,
+        use_dora=args.use_dora,
+        rank_pattern=args.lora_rank_pattern,
+        alpha_pattern=args.lora_alpha_pattern,
+        layers_to_transform=args.lora_layers_to_transform,
+        layers_pattern=args.lora_layers_pattern,
+        init_lora_weights=True if args.init_lora_weights == "zero" else args.init_lora_weights,
     )
 
 

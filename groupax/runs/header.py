@@ -44,8 +44,7 @@ def memory_facts(learner: Learner, num_rows: int, cache_bytes: int = 0) -> dict[
     Weights and optimizer state are counted. Rollouts and updates, which take further memory one after the other, are
     estimated by arithmetic, without temporary copies of the compiler.
     """
-    frozen = learner.frozen and learner.frozen.params
-    leaves = jax.tree.leaves((learner.state, learner.policy, learner.reference, frozen))
+    leaves = jax.tree.leaves((learner.state, learner.policy, learner.reference, learner.frozen))
     arrays = {id(x): x for x in leaves if isinstance(x, jax.Array) and not is_on_host(x)}  # the rest are few numbers
     held = sum(x.addressable_shards[0].data.nbytes for x in arrays.values())
     rollout = f"{_size(cache_bytes)} in a rollout and " if cache_bytes else ""

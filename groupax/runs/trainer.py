@@ -14,7 +14,7 @@ from groupax.core.storage.hub import push_folder
 from groupax.core.storage.replacing import replace_card
 from groupax.core.types import Metrics
 from groupax.events import Emit, Listener
-from groupax.models.adapted import apply_adapter
+from groupax.models.adapted import apply_adapter, without_changes
 from groupax.models.lora import count_params, trainable_params_line
 from groupax.models.specs import Params
 from groupax.models.weights.checkpoint import Model
@@ -215,6 +215,7 @@ def make_learner(trainer: Trainer, settings: LearnerSettings, longest: tuple[int
     model = trainer.start_model
     learner = Learner(model, settings, trainer.num_steps, longest)
     if model.adapter is not None and learner.frozen is not None:
-        adapter = replace(model.adapter, frozen=learner.frozen)  # frees those loaded in another dtype
-        trainer.start_model = replace(model, params=apply_adapter(adapter.frozen, adapter.trained), adapter=adapter)
+        base = without_changes(learner.frozen)
+        adapter = replace(model.adapter, frozen=base)  # frees those loaded in another dtype
+        trainer.start_model = replace(model, params=apply_adapter(learner.frozen, adapter.trained), adapter=adapter)
     return learner

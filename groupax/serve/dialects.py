@@ -26,10 +26,10 @@ from groupax.core.errors import RunError
 from groupax.core.settings.sampling import SAMPLER
 from groupax.engine.sequence import Sequence as Completion
 from groupax.models.config import ModelConfig
-from groupax.models.lora import Adapter, adapter_config_dict, adapter_specs
+from groupax.models.lora import Adapter, adapter_config_dict, adapter_specs, as_plain, trained_params
 from groupax.models.specs import Params, model_specs
 from groupax.models.weights.checkpoint import Model
-from groupax.models.weights.saving import host_tensors, param_leaves, save_model, specs_by_name, trained_params
+from groupax.models.weights.saving import host_tensors, param_leaves, save_model, specs_by_name
 from groupax.serve.remote import RefusedError, RemoteServer, bytes_of, reading
 
 BUSY = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -65,6 +65,7 @@ class Groupax:
 
     def __init__(self, server: RemoteServer, model: str | None, config: ModelConfig, adapter: Adapter | None) -> None:
         self._server, self._model = server, model
+        adapter = adapter and as_plain(config, adapter)
         self._settings = None if adapter is None else adapter_config_dict(adapter, config)
         self._specs = model_specs(config) if adapter is None else adapter_specs(config, adapter.config)
         self.pushed = UNKNOWN

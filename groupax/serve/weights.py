@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from groupax.models.adapted import FrozenBase, apply_adapter
-from groupax.models.lora import LoRAConfig, adapter_specs, as_lora_config, init_adapter
+from groupax.models.adapted import apply_adapter
+from groupax.models.lora import LoRAConfig, adapter_specs, as_lora_config, as_plain, init_adapter
 from groupax.models.specs import Params, model_specs
+from groupax.models.weights.casts import cast_unquantized
 from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.saving import param_leaves, replace_tensors
 from groupax.serve.loop import EngineLoop
@@ -46,7 +47,7 @@ class Held:
         """The weights for the forward pass."""
         if self.lora is None or self.trained is None:
             return self.base
-        return apply_adapter(FrozenBase(self.base, np.float32(self.lora.scale)), self.trained)
+        return apply_adapter(self.base, self.trained)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +105,8 @@ class Weights:
             except (KeyError, RecursionError, TypeError) as error:
                 message = f"the metadata must have a version, replaces and perhaps an adapter: {error}"
                 raise ValueError(message) from error
+            if lora is not None and lora.is_pissa:
+                raise ValueError("an adapter of PiSSA lacks what it removes from the base; send it as plain LoRA")
             if not 0 <= version < 1 << 63:
                 raise ValueError(f"version must be in [0, 2^63), got {version}")
             upload = Upload(version, replaces, lora, tensors)
@@ -167,13 +170,13 @@ class Weights:
 
 
 def _held(model: Model) -> Held:
-    adapter, base = model.adapter, _base(model)
+    adapter, base = model.adapter and as_plain(model.config, model.adapter), _base(model)
     return Held(base) if adapter is None else Held(base, adapter.config, _in_dtype_of(base, adapter.trained))
 
 
 def _base(model: Model) -> Params:
-    return model.params if model.adapter is None else model.adapter.frozen.params
+    return model.params if model.adapter is None else model.adapter.frozen
 
 
 def _in_dtype_of(base: Params, trained: Params) -> Params:
-    return jax.tree.map(lambda array: array.astype(base["embed"].dtype), trained)
+    return cast_unquantized(trained, base["embed"].dtype)

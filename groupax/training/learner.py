@@ -18,7 +18,7 @@ from groupax.core.settings.objective import EntropySettings, MaskSettings, Objec
 from groupax.core.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.core.settings.run import RunSettings
 from groupax.core.types import Metrics, Row
-from groupax.models.adapted import apply_adapter
+from groupax.models.adapted import apply_adapter, without_changes
 from groupax.models.execution import execution_for
 from groupax.models.kernels.fused_attention import select_fused_attention
 from groupax.models.specs import Params
@@ -153,7 +153,7 @@ class Learner:
         dtype = jnp.float32 if self.settings.sync_ref_model else self.dtype
         if self.is_adapter:
             assert self.frozen is not None, "the base of an adapter is frozen"
-            return self._stored(self.frozen.params)
+            return self._stored(without_changes(self.frozen))
         return self._stored(apply_adapter(self.frozen, cast_params(self.state.params, dtype=dtype)))
 
     @cached_property
@@ -364,5 +364,5 @@ class Learner:
         if is_differentiated:
             return replace(packed.batch, features=computed_features(self.config.vision, packed.images))
         assert self.features is not None, "the model sees images"
-        weights = params if self.trains_vision or self.frozen is None else self.frozen.params
+        weights = params if self.trains_vision or self.frozen is None else self.frozen
         return replace(packed.batch, features=known_features(self.features, weights["vision"], packed.images))

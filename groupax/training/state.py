@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from groupax.core.settings.compute import VisionSettings
-from groupax.models.adapted import FrozenBase
 from groupax.models.config import ModelConfig
+from groupax.models.lora import residual
 from groupax.models.params import partition_specs, weight_dtype
 from groupax.models.specs import Params
 from groupax.models.weights.casts import cast_unquantized, is_quantized
@@ -224,16 +224,16 @@ def check_trainable(model: Model) -> None:
         raise ValueError("the weights are quantized and cannot be trained; train an adapter: set lora_r, e.g. to 16")
 
 
-def frozen_base(model: Model, untrained: Params, dtype: Any) -> FrozenBase | None:
+def frozen_base(model: Model, untrained: Params, dtype: Any) -> Params | None:
     """Returns what trained weights are applied to, in compute dtype; None if all weights are trained.
 
     Raises:
         ValueError: The model is quantized and has no adapter.
     """
     if model.adapter is not None:
-        return FrozenBase(cast_unquantized(model.adapter.frozen.params, dtype), model.adapter.frozen.scale)
+        return cast_unquantized(residual(model.adapter), dtype)
     check_trainable(model)
-    return FrozenBase(cast_unquantized(untrained, dtype), jnp.float32(1.0)) if untrained else None
+    return cast_unquantized(untrained, dtype) if untrained else None
 
 
 def check_dropout(rate: float, mesh: Mesh) -> None:

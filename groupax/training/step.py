@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Key
 
 from groupax.core.settings.objective import ObjectiveSettings
 from groupax.core.types import Metrics
-from groupax.models.adapted import Dropout, FrozenBase, apply_adapter
+from groupax.models.adapted import Dropout, LowRank, apply_adapter, row_norms
 from groupax.models.attention import local_tokens
 from groupax.models.config import ModelConfig
 from groupax.models.execution import Execution
@@ -55,7 +55,7 @@ def micro_step(
     batch: MicroBatch,
     counts: Denominators,
     entropy_coef: Float[Array, ""],
-    frozen: FrozenBase | None = None,
+    frozen: Params | None = None,
     dropout_key: Key[Array, ""] | None = None,
     *,
     settings: StepSettings,
@@ -75,7 +75,8 @@ def micro_step(
         batch: MicroBatch,
         counts: Denominators,
         entropy_coef: Array,
-        frozen: FrozenBase | None,
+        frozen: Params | None,
+        norms: Any,
         dropout_key: Array | None,
     ) -> tuple[GradAccumulator, tuple[Array, Array]]:
         inputs, dropout, image_dropout = batch.loss_inputs, None, None
@@ -85,7 +86,7 @@ def micro_step(
                 image_dropout = replace(dropout, tokens=batch.features.dropout_ids)
 
         def loss_fn(params: Params) -> tuple[Array, tuple[MetricSums, Array, Array]]:
-            weights = apply_adapter(frozen, params, dropout, image_dropout)
+            weights = apply_adapter(frozen, params, dropout, image_dropout, norms)
             logp, entropy, routings = _logprobs(settings, weights, batch, layout)
             loss, metrics = policy_objective(logp, entropy, inputs, counts, objective, entropy_coef)
             if config.experts:
@@ -101,10 +102,13 @@ def micro_step(
 
     params_pspecs = partition_specs(config, mesh, params)
     pspecs = accumulator_pspecs(config, mesh, params, accumulator)
-    frozen_pspecs = frozen and _frozen_pspecs(config, mesh, frozen)
-    in_specs = (params_pspecs, pspecs, ROWS, REPLICATED, REPLICATED, frozen_pspecs, REPLICATED)
+    frozen_pspecs = frozen and partition_specs(config, mesh, frozen)
+    norms = row_norms(frozen, params)
+    is_change = lambda x: isinstance(x, LowRank)  # noqa: E731
+    norms_pspecs = jax.tree.map(lambda x: x.magnitude if is_change(x) else None, params_pspecs, is_leaf=is_change)
+    in_specs = (params_pspecs, pspecs, ROWS, REPLICATED, REPLICATED, frozen_pspecs, norms_pspecs, REPLICATED)
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(pspecs, ROWS), check_vma=False)
-    return program(params, accumulator, batch, counts, entropy_coef, frozen, dropout_key)
+    return program(params, accumulator, batch, counts, entropy_coef, frozen, norms, dropout_key)
 
 
 def router_loss_coef(config: ModelConfig, settings: ObjectiveSettings) -> float:
@@ -112,11 +116,6 @@ def router_loss_coef(config: ModelConfig, settings: ObjectiveSettings) -> float:
     assert config.experts is not None, "the model has no experts"
     coef = settings.router_aux_loss_coef
     return config.experts.aux_loss_coef if coef is None else coef
-
-
-def _frozen_pspecs(config: ModelConfig, mesh: Mesh, frozen: FrozenBase) -> Any:
-    leaves = jax.tree.leaves(partition_specs(config, mesh, frozen.params))
-    return jax.tree.unflatten(jax.tree.structure(frozen), [*leaves, REPLICATED])
 
 
 @partial(jax.jit, static_argnames="settings")

@@ -49,7 +49,7 @@ def assert_written_back(torch_model):
         np.testing.assert_array_equal(expected, got)
     if model.adapter is not None:
         assert again.adapter is not None
-        base, own = jax.tree.leaves(again.adapter.frozen.params), jax.tree.leaves(model.adapter.frozen.params)
+        base, own = jax.tree.leaves(again.adapter.frozen), jax.tree.leaves(model.adapter.frozen)
         assert sum(not np.array_equal(*pair) for pair in zip(base, own, strict=True)) <= model.config.num_layers * 8
     return {name for name, tensor in torch_model.state_dict().items() if not tensor.equal(before[name])}
 

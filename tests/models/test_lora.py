@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
-from groupax.models.adapted import AdaptedWeight, apply_adapter
+from groupax.models.adapted import AdaptedWeight, apply_adapter, without_changes
 from groupax.models.decoder import logits
-from groupax.models.lora import as_lora_config, count_params
+from groupax.models.lora import as_lora_config, count_params, residual
 from tests.conftest import TINY, assert_trees_match
 from tests.training.test_trainer import a_trainer, lines_of, trained
 
@@ -31,7 +31,7 @@ def trained_randomly(model, seed=0):
         lambda x: x + 0.1 * jnp.asarray(rng.normal(size=x.shape), jnp.float32), model.adapter.trained
     )
     adapter = replace(model.adapter, trained=trained)
-    return replace(model, params=apply_adapter(adapter.frozen, trained), adapter=adapter)
+    return replace(model, params=apply_adapter(residual(adapter), trained), adapter=adapter)
 
 
 def all_logits(model):
@@ -57,13 +57,16 @@ def leaves(tree):
         ({"use_rslora": "yes"}, "must be true or false"),
         ({"modules_to_save": "lm_head"}, "modules_to_save must be a list with each a text"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"peft_type": "LORA", "use_dora": True}, "use_dora=True"),
-        ({"rank_pattern": {"q_proj": 3}}, "rank_pattern="),
-        ({"layers_to_transform": [0]}, r"layers_to_transform=\[0\]"),
-        ({"layers_to_transform": 0}, "layers_to_transform=0"),
+        ({"peft_type": "LORA", "lora_bias": True}, "lora_bias=True"),
+        ({"exclude_modules": ["q_proj"]}, "exclude_modules="),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern must each be between 1 and .*'q_proj': 0"),
+        ({"alpha_pattern": {"q_proj": "many"}}, "alpha_pattern must be a mapping of names to"),
+        ({"layers_pattern": "layers"}, "layers_pattern .* without layers_to_transform"),
+        ({"layers_to_transform": 0, "target_modules": ".*q_proj"}, "a regular expression, both choose layers"),
+        ({"init_lora_weights": "pissa_niter_x"}, "'pissa_niter_x'; groupax supports True, 'pissa'"),
         ({"megatron_config": 0.0}, r"megatron_config=0\.0"),
         ({"inference_mode": True}, "freezes a new adapter"),
-        ({"layers_to_transform": [], "alpha_pattern": {}, "use_dora": False, "r": 0}, "r must be between"),
+        ({"layers_to_transform": [], "alpha_pattern": {}, "layer_replication": None, "r": 0}, "r must be between"),
         *(({"init_lora_weights": how}, f"init_lora_weights is {how!r}; .* leave it at True") for how in (False, "eva")),
         (3, r"must be a LoRAConfig or a peft\.LoraConfig, got int"),
     ],
@@ -85,6 +88,9 @@ def test_adapters_of_another_kind_are_refused_by_name(settings, message):
             "not a matrix of a layer; train it fully with modules_to_save",
         ),
         ("llama", {"modules_to_save": ("embed_tokens",)}, "also uses as its head"),
+        ("llama", {"rank_pattern": {"q_prj": 4}}, "rank_pattern has 'q_prj', which matches no adapted module"),
+        ("llama", {"alpha_pattern": {"(": 4}}, r"alpha_pattern '\(.*' cannot be used as a regular expression"),
+        ("llama", {"layers_to_transform": (0, 2)}, r"layers_to_transform names \[2\]"),
         ("phi3", {}, r"_proj fused or stacked with .*; target_modules may name down_proj, o_proj$"),
     ],
 )
@@ -96,8 +102,9 @@ def test_modules_that_cannot_be_adapted(family, settings, message):
 # -- the arrays
 
 
-def test_a_new_adapter_changes_nothing_and_shares_the_base(tiny_model):
-    model = add_adapter(tiny_model, LoRAConfig(r=4))
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_new_adapter_changes_nothing_and_shares_the_base(tiny_model, use_dora):
+    model = add_adapter(tiny_model, LoRAConfig(r=4, use_dora=use_dora))
     np.testing.assert_array_equal(all_logits(model), all_logits(tiny_model))
     assert model.params["layers"][0]["q"].base is tiny_model.params["layers"][0]["q"]
     assert model.params["embed"] is tiny_model.params["embed"]
@@ -152,16 +159,17 @@ def test_an_adapter_survives_the_disk(tmp_path):
 
 @pytest.mark.drawn(2, "learns")
 @pytest.mark.heavy
-def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
+@pytest.mark.parametrize("kind", [{}, {"use_dora": True, "init_lora_weights": "pissa", "scan_layers": True}], ids=str)
+def test_only_the_adapter_is_trained_and_it_learns(tmp_path, kind):
     model = a_base()
     before = [x.copy() for x in leaves(model.params)]
-    trainer = a_trainer(tmp_path, model=model, lora_r=4, learning_rate=1e-2, max_steps=32, beta=1e-3)
+    trainer = a_trainer(tmp_path, model=model, lora_r=4, learning_rate=1e-2, max_steps=32, beta=1e-3, **kind)
     num_trained = count_params(model.config, trainer.model.adapter.config)[0]
     assert sum(x.size for x in leaves(trainer.learner.state.params)) == num_trained
     assert sum(x.size for x in leaves(trainer.learner.state.opt_state)) < 2 * num_trained + 8
     trainer.train()
-    assert_trees_match(before, leaves(trainer.learner.frozen.params))
-    assert trainer.learner.reference is trainer.learner.frozen.params
+    assert_trees_match(before, leaves(without_changes(trainer.learner.frozen)))
+    assert_trees_match(before, leaves(trainer.learner.reference))
     assert trainer.learner.reference["embed"] is model.params["embed"], "no copy of the base"
     lines = lines_of(tmp_path)
     assert lines[0]["reward"] < 0.3
@@ -177,7 +185,8 @@ def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
 def test_everything_that_an_adapter_can_train_is_trained(tmp_path):
     model = init_model({**MODEL, "model_type": "qwen2", "tie_word_embeddings": False})
     args = {"lora_r": 2, "lora_target_modules": ("q_proj",), "lora_bias": "all", "learning_rate": 1e-2}
-    args |= {"lora_modules_to_save": ("lm_head", "model.norm"), "max_steps": 2, "weight_decay": 0.1}
+    args |= {"lora_modules_to_save": ("lm_head", "model.norm"), "max_steps": 2, "weight_decay": 0.1, "use_dora": True}
+    args |= {"lora_rank_pattern": {"0.self_attn.q_proj": 3}, "lora_alpha_pattern": {"1.self_attn.q_proj": 9.0}}
     trainer = a_trainer(tmp_path, model=model, **args)
     start = jax.device_get(trainer.learner.state.params)
     trainer.train()
@@ -210,7 +219,7 @@ def test_low_rank_changes_in_bfloat16(tmp_path):
     a_trainer(tmp_path, lora_r=4, dtype="bfloat16", decoding_weights="bfloat16", rollout_correction="token_truncate")
     trainer = trained(tmp_path, lora_r=4, dtype="bfloat16", max_steps=2)
     assert trainer.learner.policy["layers"][0]["q"].change.a.dtype == jnp.bfloat16
-    assert trainer.learner.frozen.params["embed"].dtype == jnp.bfloat16
+    assert trainer.learner.frozen["embed"].dtype == jnp.bfloat16
     assert trainer.learner.state.params["layers"][0]["q"].a.dtype == jnp.float32
 
 
@@ -230,13 +239,13 @@ def test_dropout_does_not_depend_on_micro_batches(tmp_path):
 
 
 def test_the_inputs_that_are_left_out():
-    from groupax.models.adapted import Dropout, FrozenBase
+    from groupax.models.adapted import Dropout
 
     lora = LoRAConfig(r=4, lora_dropout=0.25)
     model = add_adapter(init_model(TINY), lora)
     tokens = jnp.array([5, 6, 5], jnp.uint32)
     dropout = Dropout(jax.random.key(0), tokens, np.float32(0.25))
-    params = apply_adapter(FrozenBase(model.adapter.frozen.params, np.float32(1.0)), model.adapter.trained, dropout)
+    params = apply_adapter(model.adapter.frozen, model.adapter.trained, dropout)
     from groupax.models.adapted import _apply_dropout
 
     masks = [

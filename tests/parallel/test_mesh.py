@@ -92,9 +92,13 @@ CASES = {
     "latent-vectors-scanned": (DEEPSEEK | {"first_k_dense_replace": 0}, (1, 2, 2, 1, 1), {"scan_layers": True}),
     "whole-heads": ({"model_type": "olmo2"}, (1, 2, 1, 2, 1), {"replicated": ["heads", "kv_heads"]}),
     **{
-        f"adapter{number}": (change, shape, {"adapts": True})
-        for number, (change, shape) in enumerate(
-            [({}, (1, 2, 1, 2, 1)), (DEEPSEEK, (1, 2, 1, 2, 1)), ({}, (1, 1, 1, 2, 2))]
+        f"adapter{number}": (change, shape, {"adapter": lora})
+        for number, (change, shape, lora) in enumerate(
+            [
+                ({}, (1, 2, 1, 2, 1), {"use_dora": True, "init_lora_weights": "pissa"}),
+                (DEEPSEEK, (1, 2, 1, 2, 1), {"use_dora": True}),
+                ({}, (1, 1, 1, 2, 2), {}),
+            ]
         )
     },
     "whole-vocabulary": ({"model_type": "cohere", "vocab_size": 97}, (2, 1, 1, 2, 1), {"replicated": ["vocab"]}),
@@ -112,8 +116,8 @@ HEAVY = ("fsdp-tp", "tp-sp", "experts", "latent-vectors", "adapter0", "adapter1"
 )
 def test_meshes_and_families_give_the_gradients_of_one_device(change, shape, settings):
     model, settings = init_model({**TINY, **change}, mesh=one_device_mesh()), dict(settings)
-    if settings.pop("adapts", False):
-        lora = LoRAConfig(r=4, lora_alpha=8, bias="none", modules_to_save=["norm"])
+    if (given := settings.pop("adapter", None)) is not None:
+        lora = LoRAConfig(r=4, lora_alpha=8, bias="none", modules_to_save=["norm"], **given)
         model, rng = add_adapter(model, lora), np.random.default_rng(0)
         # equal factors would cancel in gradients, up to float32's rounding
         trained = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), model.adapter.trained)

@@ -254,7 +254,7 @@ def real_kinds(learner):
     if learner.dtype != jnp.float32:
         kinds["policy"] = learner.trained()
     if learner.frozen:
-        kinds["base"] = learner.frozen.params
+        kinds["base"] = learner.frozen
     elif learner.reference is not None:
         kinds["reference"] = learner.reference
     return kinds

@@ -30,7 +30,7 @@ def an_engine(model, adapters=None, **settings):
     given = {"kv_bytes": 1 << 24, "chunk_steps": 4, **settings}
     if not adapters:
         return Engine(model.config, model.params, model.mesh, (0,), **given)
-    changes = [changes_of(each.adapter.trained, each.adapter.config.scale, jnp.float32) for each in adapters.values()]
+    changes = [changes_of(each.adapter.trained, jnp.float32) for each in adapters.values()]
     params = stack_adapters(model.params, changes)
     return Engine(model.config, params, model.mesh, (0,), adapters=tuple(adapters), **given)
 

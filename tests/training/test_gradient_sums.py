@@ -63,9 +63,9 @@ def test_both_matrices_of_an_adapter():
     base, a, b = jnp.zeros((DIM, DIM), jnp.bfloat16), narrow(4, DIM), narrow(DIM, 4)
 
     def adapted(change):
-        return linear(X, AdaptedWeight(base, change, jnp.bfloat16(0.5)))
+        return linear(X, AdaptedWeight(base, change))
 
-    ours = jax.jit(lambda change: jax.vjp(adapted, change)[1](COTANGENT)[0])(LowRank(a, b))
+    ours = jax.jit(lambda change: jax.vjp(adapted, change)[1](COTANGENT)[0])(LowRank(a, b, 0.5))
     inner = 0.5 * exact(X) @ exact(a).T
     assert relative_error(exact(ours.b), exact(COTANGENT).T @ inner) < 1e-2
     assert relative_error(exact(ours.a), (0.5 * exact(COTANGENT) @ exact(b)).T @ exact(X)) < 1e-2

@@ -131,7 +131,11 @@ def _saved_adapter(model: Any, folder: Path) -> Path:
     adapter = _adapter_name(model)
     model.save_pretrained(folder, selected_adapters=[adapter])
     own = folder if adapter == "default" else folder / adapter
-    read_lora_config(read_json(own / ADAPTER_NAME), own)
+    if read_lora_config(read_json(own / ADAPTER_NAME), own).is_pissa:
+        raise ValueError(
+            "PEFT has removed PiSSA's changes from the weights of this model, which no longer are those of its name; "
+            "pass the model's folder or hub id, and peft_config"
+        )
     return own
 
 
@@ -185,6 +189,7 @@ class TorchWeights:
             adapter = self.torch_model.active_adapter
             module, _, kind = name.rpartition(".")
             candidates = (f"{module}.{adapter}.{kind}", f"{module}.modules_to_save.{adapter}.{kind}", name)
+            candidates += (f"{name}.{adapter}.weight",)
             return next((candidate for candidate in candidates if candidate in found), "")
         return name if name in found else ""
 

@@ -19,9 +19,10 @@ from groupax.core.settings.sampling import SamplingParams
 from groupax.core.storage.hub import push_folder
 from groupax.core.storage.replacing import check_disjoint, is_replaceable, merge_into_folder
 from groupax.engine.engine import Engine
-from groupax.models.lora import PREFIX, adapter_specs, count_params, trainable_params_line
+from groupax.models.adapted import dense
+from groupax.models.lora import PREFIX, adapter_specs, count_params, residual, trainable_params_line
 from groupax.models.specs import CORRECTION_NAMES, embedding_name, head_name, model_specs
-from groupax.models.weights.casts import dense, dense_params, is_quantized
+from groupax.models.weights.casts import dense_params, is_quantized
 from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.saving import join_tensors, save_adapter, save_model, source_folders, specs_by_name
 from groupax.parallel import processes
@@ -43,7 +44,7 @@ def parameters_of(model: Model) -> Iterator[tuple[str, np.ndarray, bool]]:
     specs = adapter_specs(model.config, adapter.config)
     trained = {name.removeprefix(PREFIX): tensor for name, tensor in _tensors(specs, adapter.trained)}
     adapted = {name.rpartition(".lora_A.")[0] for name in trained if ".lora_A." in name}
-    for name, tensor in _tensors(model_specs(model.config), adapter.frozen.params):
+    for name, tensor in _tensors(model_specs(model.config), residual(adapter)):
         module, _, kind = name.rpartition(".")
         if name in trained and kind == "weight":
             yield f"{PREFIX}{module}.original_module.{kind}", tensor, False
@@ -54,8 +55,9 @@ def parameters_of(model: Model) -> Iterator[tuple[str, np.ndarray, bool]]:
         else:
             yield PREFIX + name, trained.get(name, tensor), name in trained
         if module in adapted and kind == "weight":
-            for part in ("lora_A", "lora_B"):
-                yield f"{PREFIX}{module}.{part}.default.weight", trained[f"{module}.{part}.weight"], True
+            for part in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector"):
+                if (own := f"{module}.{part}") in trained:
+                    yield f"{PREFIX}{module}.{part.partition('.')[0]}.default.weight", trained[own], True
 
 
 def _tensors(specs: Any, params: Any) -> Iterator[tuple[str, np.ndarray]]:

@@ -56,6 +56,11 @@ def ranged(
     return setting(default, resume=resume, range=Range(low=low, high=high, **more))
 
 
+def patterned(high: int | float, low: int | float) -> Any:
+    """Returns a `setting` of numbers by patterns of names, by default of none, with the range of the numbers."""
+    return dataclasses.field(default_factory=dict, metadata={"resume": "explicit", "range": Range(low=low, high=high)})
+
+
 def like(record: type, name: str, **changes: Any) -> Any:
     """Returns a `setting` with the default and the range of another record's field, up to `changes`."""
     field = next(field for field in dataclasses.fields(record) if field.name == name)
@@ -64,13 +69,15 @@ def like(record: type, name: str, **changes: Any) -> Any:
 
 def check_range(field: dataclasses.Field[Any], value: Any) -> None:
     """Raises a ValueError if a setting is outside of the range of its field."""
-    allowed, is_list = field.metadata.get("range"), isinstance(value, tuple)
-    if allowed is None or value is None or all(map(allowed.has, value if is_list else (value,))):
+    allowed, is_list = field.metadata.get("range"), isinstance(value, (tuple, Mapping))
+    values = value.values() if isinstance(value, Mapping) else value if is_list else (value,)
+    if allowed is None or value is None or all(map(allowed.has, values)):
         return
     each, none = " each" * is_list, " or None" * (type(None) in kinds_of(field.type))
     because = f": {allowed.because}" if allowed.because else ""
+    default = {} if isinstance(value, Mapping) else field.default
     raise ValueError(
-        f"{field.name} must{each} be {allowed}{none}, got {shown(value)}{because}; the default is {field.default}"
+        f"{field.name} must{each} be {allowed}{none}, got {shown(value)}{because}; the default is {default}"
     )
 
 
@@ -149,8 +156,8 @@ def as_read(value: Any, kind: Any) -> Any:
     kinds = kinds_of(kind)
     if isinstance(value, str) and str not in kinds and (float in kinds or int in kinds):
         return _from_text(value, kinds)
-    is_item = value is not None and not isinstance(value, (list, tuple)) and not (bool in kinds and value in (0, 1))
-    return (value,) if is_item and takes_many(kind) and str not in kinds else value
+    is_many = isinstance(value, (list, tuple, Mapping, types.NoneType)) or (bool in kinds and value in (0, 1))
+    return (value,) if not is_many and takes_many(kind) and str not in kinds else value
 
 
 def from_texts(texts: Sequence[str], kind: Any) -> Any:
@@ -234,7 +241,8 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin is Callable:
         return callable(value)
     if origin in (dict, Mapping):
-        return isinstance(value, Mapping) and all(_fits(key, inner[0]) for key in value)
+        pairs = value.items() if isinstance(value, Mapping) else [(None, None)]
+        return all(_fits(key, inner[0]) and (inner[1] is Any or _fits(each, inner[1])) for key, each in pairs)
     if kind in _NUMBERS:
         return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
     return value is None if kind is type(None) else isinstance(value, kind)

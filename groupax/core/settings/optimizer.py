@@ -1,9 +1,10 @@
 """Settings of what is trained and how: learning rate, optimizer, LoRA adapters. Imports no jax."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from groupax.core.settings.fields import ranged, setting
+from groupax.core.settings.fields import patterned, ranged, setting
 
 OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
 LRScheduler = Literal["constant", "linear", "cosine"]
@@ -78,12 +79,26 @@ class AdapterSettings:
     """Modules that are trained in full, e.g. lm_head."""
     use_rslora: bool = False
     """Scale the output of an adapter by lora_alpha / sqrt(lora_r)."""
+    use_dora: bool = False
+    """Train the norms of the adapted matrices' rows too (DoRA)."""
+    lora_rank_pattern: Mapping[str, int] = patterned(2**16, low=1)
+    """Other ranks of some modules, by the ends of their names, e.g. q_proj 4 down_proj 32."""
+    lora_alpha_pattern: Mapping[str, float] = patterned(1e6, low=1e-6)
+    """Other values of lora_alpha of some modules, by the ends of their names."""
+    lora_layers_to_transform: tuple[int, ...] = ranged((), 2**31 - 1)
+    """Indices of the layers to adapt, from 0; by default all."""
+    lora_layers_pattern: tuple[str, ...] = ()
+    """Names of the lists of layers that have these indices, e.g. layers; by default any."""
+    init_lora_weights: str = "zero"
+    """Initial weights of an adapter: changes of zero, or "pissa" or "pissa_niter_N" for those of PiSSA, with a base
+    that lacks them."""
     base_weights: BaseWeights = "same"
     """Precision of the base model's weights: as stored, or quantized to 4 bits while loading ("nf4")."""
 
     def check(self) -> None:
         """Raises a ValueError for settings of an adapter without an adapter."""
         own = [each for each in fields(AdapterSettings) if each.name not in ("lora_r", "base_weights")]
-        changed = [each.name for each in own if getattr(self, each.name) != each.default]
+        defaults = AdapterSettings()
+        changed = [each.name for each in own if getattr(self, each.name) != getattr(defaults, each.name)]
         if not self.lora_r and changed:
             raise ValueError(f"{' and '.join(changed)} without an adapter: set lora_r, e.g. to 16")

@@ -5,12 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from groupax.models.adapted import AdaptedWeight
+from groupax.models.adapted import AdaptedWeight, dense
 from groupax.models.params import weight_dtype
 from groupax.models.specs import Params
-from groupax.models.weights.nf4 import Nf4, dequantize_nf4
+from groupax.models.weights.nf4 import Nf4
 
 
 def is_quantized(params: Any) -> bool:
@@ -34,16 +33,6 @@ def cast_unquantized(params: Params, dtype: Any) -> Params:
 
 # A copy of the weights for decoding in bfloat16, as one program.
 bfloat16_params = jax.jit(partial(cast_unquantized, dtype=jnp.bfloat16))
-
-
-def dense(weight: Any, dtype: Any) -> Float[Array, "..."]:
-    """Dequantizes a weight and adds its low-rank change, in float32, then casts it."""
-    if isinstance(weight, AdaptedWeight):
-        change = jnp.einsum("or,ri->oi", weight.change.b.astype(jnp.float32), weight.change.a.astype(jnp.float32))
-        return (dense(weight.base, jnp.float32) + weight.scale * change).astype(dtype)
-    if _is_nf4(weight):
-        return dequantize_nf4(weight, dtype)
-    return weight.astype(dtype)
 
 
 def dense_params(params: Params, dtype: Any) -> Params:

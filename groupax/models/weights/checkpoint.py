@@ -18,7 +18,7 @@ from groupax.core.settings.optimizer import BaseWeights
 from groupax.core.storage.folders import ADAPTER_NAME, read_json, resolve_folder
 from groupax.core.storage.model_json import GENERATION, validate
 from groupax.core.terminal.printable import short_repr
-from groupax.models.adapted import FrozenBase, apply_adapter
+from groupax.models.adapted import apply_adapter
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config, text_config
 from groupax.models.families.gpt_oss import without_mxfp4
@@ -30,10 +30,12 @@ from groupax.models.lora import (
     init_adapter,
     read_adapter,
     read_lora_config,
+    removed_changes,
+    residual,
 )
 from groupax.models.params import init_params, param_shardings, shard_params, split_dims
 from groupax.models.specs import Params, Spec, embedding_name, head_name, model_specs, num_params, spec_leaves
-from groupax.models.weights.casts import is_quantized
+from groupax.models.weights.casts import cast_unquantized, is_quantized
 from groupax.models.weights.mxfp4 import dequantized_tensors
 from groupax.models.weights.nf4 import FURTHER, is_nf4, quantize_nf4, read_nf4, without_nf4
 from groupax.models.weights.tensor_files import (
@@ -208,7 +210,8 @@ def load_adapter(model: Model, name_or_path: str | os.PathLike[str]) -> Model:
         raise ValueError(f"{model.name or 'the model'} has an adapter already; load its base instead")
     lora = read_lora_config(read_json(folder / ADAPTER_NAME), folder)
     trained = read_adapter(model.config, lora, folder, _replicated(model.mesh))
-    return replace(_with_adapter(model, lora, trained), name=_absolute(name_or_path))
+    initial = _initial(model, lora) if lora.is_pissa else trained
+    return replace(_with_adapter(model, lora, trained, initial), name=_absolute(name_or_path))
 
 
 def _load_with_base(name_or_path: str | os.PathLike[str], folder: Path, base: Any, options: Mapping[str, Any]) -> Model:
@@ -227,6 +230,8 @@ def _load_with_base(name_or_path: str | os.PathLike[str], folder: Path, base: An
 def add_adapter(model: Model, lora: LoRAConfig, seed: int = 0) -> Model:
     """Returns the model with a new adapter, which changes nothing yet; the base's weights are not copied.
 
+    Where PiSSA removes changes from the base, they are stored apart from it.
+
     The adapter of an abstract model has specs in the place of weights.
 
     Raises:
@@ -235,15 +240,19 @@ def add_adapter(model: Model, lora: LoRAConfig, seed: int = 0) -> Model:
     if model.adapter is not None:
         raise ValueError(f"{model.name or 'the model'} has an adapter already; merge it first, or train that one")
     if isinstance(model.params["embed"], jax.ShapeDtypeStruct):
-        frozen, specs = FrozenBase(model.params, np.float32(lora.scale)), adapter_specs(model.config, lora)
-        return replace(model, adapter=Adapter(lora, frozen, specs, model.name))
-    trained = init_adapter(model.config, lora, model.params, jax.random.key(seed), _replicated(model.mesh))
-    return _with_adapter(model, lora, trained)
+        return replace(model, adapter=Adapter(lora, model.params, adapter_specs(model.config, lora), model.name))
+    trained = _initial(model, lora, seed)
+    return _with_adapter(model, lora, trained, trained)
 
 
-def _with_adapter(model: Model, lora: LoRAConfig, trained: Params) -> Model:
+def _initial(model: Model, lora: LoRAConfig, seed: int = 0) -> Params:
+    return init_adapter(model.config, lora, model.params, jax.random.key(seed), _replicated(model.mesh))
+
+
+def _with_adapter(model: Model, lora: LoRAConfig, trained: Params, initial: Params) -> Model:
     trained = shard_params(model.config, model.mesh, trained)
-    return _adapted(model, Adapter(lora, FrozenBase(model.params, np.float32(lora.scale)), trained, model.name))
+    removed = shard_params(model.config, model.mesh, removed_changes(lora, initial))
+    return _adapted(model, Adapter(lora, model.params, trained, model.name, removed))
 
 
 def _check_mesh(config: ModelConfig, mesh: Mesh, replicated: Collection[str], is_quantized: bool = False) -> None:
@@ -270,15 +279,15 @@ def reshard(model: Model, mesh: Mesh, replicated: Collection[str] = ()) -> Model
     _check_mesh(model.config, mesh, replicated, is_quantized(model.params))
     if model.adapter is None:
         return replace(model, params=shard_params(model.config, mesh, model.params), mesh=mesh)
-    adapter = model.adapter
-    frozen = replace(adapter.frozen, params=shard_params(model.config, mesh, adapter.frozen.params))
-    adapter = replace(adapter, frozen=frozen, trained=shard_params(model.config, mesh, adapter.trained))
-    return _adapted(replace(model, params=frozen.params, mesh=mesh), adapter)
+    names = ("frozen", "trained", "removed")
+    parts = {name: shard_params(model.config, mesh, getattr(model.adapter, name)) for name in names}
+    return _adapted(replace(model, params=parts["frozen"], mesh=mesh), replace(model.adapter, **parts))
 
 
 def _adapted(model: Model, adapter: Adapter) -> Model:
-    like_base = jax.tree.map(lambda x: x.astype(model.params["embed"].dtype), adapter.trained)
-    return replace(model, params=apply_adapter(adapter.frozen, like_base), adapter=adapter)
+    parts = {"trained": adapter.trained, "removed": adapter.removed}
+    cast = replace(adapter, **cast_unquantized(parts, model.params["embed"].dtype))
+    return replace(model, params=apply_adapter(residual(cast), cast.trained), adapter=adapter)
 
 
 def _replicated(mesh: Mesh) -> NamedSharding:

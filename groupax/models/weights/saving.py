@@ -13,11 +13,10 @@ from safetensors.numpy import save_file
 
 from groupax.core.storage.folders import ADAPTER_NAME, write_json
 from groupax.core.storage.replacing import replacing_folder
-from groupax.models.adapted import AdaptedWeight, LowRank
-from groupax.models.lora import adapter_config_dict, write_adapter
+from groupax.models.adapted import dense
+from groupax.models.lora import adapter_config_dict, as_plain, write_adapter
 from groupax.models.specs import Params, Spec, model_specs, vision_modules
 from groupax.models.vision.processing import write_processor
-from groupax.models.weights.casts import dense
 from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.nf4 import Nf4, nf4_bytes, nf4_tensors, quantization_config, quantize_nf4
 from groupax.models.weights.tensor_files import INDEX_NAME, cast
@@ -85,8 +84,9 @@ def save_adapter(model: Model, folder: str | os.PathLike[str], tokenizer: Any = 
         raise ValueError(f"{model.name or 'the model'} has no adapter to save")
     folder = Path(folder)
     with replacing_folder(folder, source_folders(model)) as partial:
-        write_json(partial / ADAPTER_NAME, adapter_config_dict(model.adapter, model.config))
-        write_adapter(model.config, model.adapter.config, model.adapter.trained, partial)
+        adapter = as_plain(model.config, model.adapter)
+        write_json(partial / ADAPTER_NAME, adapter_config_dict(adapter, model.config))
+        write_adapter(model.config, adapter.config, adapter.trained, partial)
         write_processor(model.processor_folder, partial)
         _write_tokenizer_and_card(partial, tokenizer, card)
     return folder
@@ -152,23 +152,6 @@ def _tensors_of(parts: list[tuple[Spec, Any]], dtype: Any, own: Any, weights: st
 def _dequantized(weight: Any, dtype: Any, own: Any) -> np.ndarray:
     array = weight if isinstance(weight, jax.Array | np.ndarray) else dense(weight, dtype or own)
     return np.ascontiguousarray(cast(np.asarray(array), dtype))
-
-
-def trained_params(specs: Any, params: Any) -> Any:
-    """Selects an adapter's weights from those that the forward pass reads (see `models.adapted.apply_adapter`).
-
-    Args:
-        specs: Specs of the adapter (`lora.adapter_specs`).
-        params: Joined weights of base and adapter.
-    """
-    if isinstance(specs, LowRank):
-        assert isinstance(params, AdaptedWeight), "joined with this adapter"
-        return params.change
-    if isinstance(specs, dict):
-        return {name: trained_params(each, params[name]) for name, each in specs.items()}
-    if isinstance(specs, list):
-        return [trained_params(spec, each) for spec, each in zip(specs, params, strict=True)]
-    return params
 
 
 def specs_by_name(specs: Params) -> dict[str, list[tuple[int, Spec]]]:

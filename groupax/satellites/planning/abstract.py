@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -13,11 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from groupax.core.config import GRPOConfig
 from groupax.core.settings.optimizer import BaseWeights
-from groupax.models.adapted import FrozenBase, apply_adapter
+from groupax.models.adapted import apply_adapter
 from groupax.models.config import ModelConfig
 from groupax.models.execution import Execution, execution_for
 from groupax.models.kernels.fused_attention import select_fused_attention
-from groupax.models.lora import LoRAConfig, adapter_specs
+from groupax.models.lora import LoRAConfig, adapter_specs, removed_changes
 from groupax.models.params import partition_specs
 from groupax.models.specs import Params, Spec, model_specs
 from groupax.models.weights.nf4 import quantize_nf4
@@ -102,8 +102,11 @@ class AbstractModel:
         state = jax.eval_shape(lambda params: TrainState(params, self.optimizer.init(params)), self.masters)
         self.state: Any = jax.tree.map(struct_with, state, state_shardings(config, mesh, state, args.offload_optimizer))
         base = weights if lora else {name: weights[name] for name in frozen}
+        if lora and lora.is_pissa:
+            removed = jax.eval_shape(partial(removed_changes, lora), _in_dtype(trained, self.dtype))
+            base = apply_adapter(base, self.on_mesh(removed))
         self.base_name = "base" if lora else "vision"
-        self.frozen = FrozenBase(base, self.scalar) if base else None
+        self.frozen = base or None
         # the masters serve as the policy where they have its dtype
         self.policy_name = "masters" if self.dtype == jnp.float32 else "policy"
         self.policy = self.masters if self.dtype == jnp.float32 else self.on_mesh(_in_dtype(trained, self.dtype))
