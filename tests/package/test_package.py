@@ -105,30 +105,30 @@ WITHOUT_JAX = [
 LINES = {
     "__init__": 90,
     "__main__": 10,
-    "cli": 2540,
+    "cli": 2580,
     "compat": 3770,
-    "core": 3430,
+    "core": 3460,
     "data": 3290,
-    "engine": 4290,
+    "engine": 4300,
     "episodes": 3250,
     "evaluation": 640,
     "events": 210,
-    "models": 9610,
+    "models": 10320,
     "objective": 950,
-    "parallel": 1970,
+    "parallel": 1980,
     "recipes": 1120,
     "rewards": 3530,
     "rollouts": 970,
-    "runs": 5700,
-    "satellites": 7510,
-    "serve": 4230,
+    "runs": 5910,
+    "satellites": 7490,
+    "serve": 4240,
     "sft": 310,
     "tools": 1240,
     "trainer": 424,
     "training": 2070,
 }
-TEST_LINES = 31409
-FILES = 325
+TEST_LINES = 31708
+FILES = 328
 MODULES = 190  # that groupax.trainer imports, also inside of functions
 
 
