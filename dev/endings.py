@@ -36,7 +36,7 @@ RUNS: dict[str, tuple[str, Any]] = {
     "sigterm": (SLOW, lambda pid, _: os.kill(pid, signal.SIGTERM)),
     "sigint": (SLOW, lambda pid, _: [(os.kill(pid, signal.SIGINT), time.sleep(0.3)) for _ in range(2)]),
     "sigkill": (SLOW, lambda pid, _: os.kill(pid, signal.SIGKILL)),
-    "disk": (SLOW, lambda pid, place: fill(pid, place)),
+    "disk": (SLOW, lambda _, place: fill(place)),
     "nan": (f"{SLOW} --loss_type endings_parts:undefined --max_bad_steps 2", None),
     "preempted": (SLOW, lambda pid, _: os.kill(pid, signal.SIGTERM)),  # and started again
     "done": (SLOW, None),
@@ -117,7 +117,7 @@ def show(name: str, path: Path, status: int) -> None:
         print(f"  {label:11}  {''.join(line for line in text.splitlines() if ' ended' in line)}", flush=True)
 
 
-def fill(_: int, place: Path) -> None:
+def fill(place: Path) -> None:
     """Leaves no room on the file system of a folder."""
     with suppress(OSError), (place / "filler").open("wb", buffering=0) as file:
         while True:

@@ -276,9 +276,10 @@ def note(arguments: Sequence[str]) -> None:
     command = parsed(Annotate, "note", arguments)
 
     from groupax.core.storage.folders import run_folder_in
-    from groupax.runs.note import read_note, write_note
+    from groupax.runs.note import check_run, read_note, write_note
 
     folder = run_folder_in(command.run_dir.expanduser())
+    check_run(folder)
     changed = {key: value for key in ("name", "tags", "notes") if (value := getattr(command, key)) is not None}
     if changed:
         write_note(folder, replace(read_note(folder), **changed))

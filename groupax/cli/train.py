@@ -289,8 +289,13 @@ def _train_and_report(trainer: "GRPOTrainer", agents: Agents, is_evaluated: bool
     result = trainer.train()
     if before is not None:
         counts = {"used": len(prompts), "dropped": prompts.num_dropped, "truncated": prompts.num_truncated}
-        with stoppable("in the evaluation after training; the model and the run's state are saved"):
-            after = trainer.evaluate()
+        try:
+            with stoppable("in the evaluation after training; the model and the run's state are saved"):
+                after = trainer.evaluate()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            trainer.run_folder.write_end(f"failed in the evaluation after training; the model is saved: {why}")
+            raise
         _write_items(trainer, "after", after)
         if processes.is_primary():
             trainer.emit(PhaseStarted("writing the report"))

@@ -122,8 +122,10 @@ class PreemptionHandler:
             self._requests.put(None)
         elif number != signal.SIGHUP and now_s - self._signaled_s > SAME_S:
             signal.signal(number, signal.SIG_DFL)  # also if a third one arrives
-            self.at_once(signal.Signals(number).name)
-            os.kill(os.getpid(), number)
+            try:
+                self.at_once(signal.Signals(number).name)
+            finally:
+                os.kill(os.getpid(), number)
 
     def _insist(self) -> None:
         """Wakes the main thread, in a thread of its own, as long as a request has not ended a cancellable block."""

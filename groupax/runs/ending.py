@@ -7,14 +7,14 @@ import re
 import socket
 from collections.abc import Mapping
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from groupax.core.storage.folders import open_file, read_file
-from groupax.runs.files import LOCK, METRICS, parsed_record
+from groupax.runs.files import LOCK, MAX_LOCK_BYTES, METRICS, parsed_record
 
 MAX_JSON_BYTES = 16 << 20  # of the settings and records of a run
-MAX_LOCK_BYTES = 8192
 
 
 class Ending(NamedTuple):
@@ -35,16 +35,16 @@ class Ending(NamedTuple):
 def ending_of(folder: Path) -> Ending:
     """Returns how the last process on the run in a folder ended.
 
-    A process records its end in `run.json`, which counts unless somebody has locked the folder since. Where that cannot
-    be written, e.g. on a full disk, the end is below the name of the process in the lock, which then stays. A process
-    that was killed leaves the lock as it was.
+    A process records its end in `run.json`, which counts unless another one has locked the folder since. Where that
+    cannot be written, e.g. on a full disk, the end is below the name of the process in the lock, which then stays. A
+    process that was killed leaves the lock as it was.
     """
     try:
         holder, _, kept = read_file(folder / LOCK, MAX_LOCK_BYTES).decode(errors="replace").partition("\n")
     except OSError:
         holder = kept = ""
-    recorded = _recorded(folder)
-    if text := kept.strip() or (recorded if not holder or _is_newer(folder / "run.json", folder / LOCK) else ""):
+    recorded, of_holder = _recorded(folder)
+    if text := kept.strip() or (recorded if holder in ("", of_holder) else ""):
         is_done, is_stopped = text.startswith("done"), text.startswith("stopped")
         return Ending("done" if is_done else "stopped" if is_stopped else "failed", text)
     if _is_gone(folder / LOCK, holder):
@@ -63,15 +63,23 @@ def last_sign(folder: Path) -> str:
         return ""
 
 
-def _recorded(folder: Path) -> str:
-    """Returns the end that the last process recorded; empty if it recorded none."""
+def _recorded(folder: Path) -> tuple[str, str]:
+    """Returns the end that the last process recorded, and its name in the lock; empty where it recorded none."""
+    file = folder / "run.json"
     try:
-        processes = parsed_record(read_file(folder / "run.json", MAX_JSON_BYTES)).get("processes")
+        about = file.stat()
+        return _last_process(file, about.st_mtime_ns, about.st_size)
     except OSError:
-        return ""
+        return "", ""
+
+
+@lru_cache(256)
+def _last_process(file: Path, *_: int) -> tuple[str, str]:
+    """Reads what `_recorded` returns, once for each time and size of the file, since a page asks every second."""
+    processes = parsed_record(read_file(file, MAX_JSON_BYTES)).get("processes")
     last = processes[-1] if isinstance(processes, list) and processes else None
-    end = last.get("end") if isinstance(last, Mapping) else None
-    return end if isinstance(end, str) else ""
+    end, holder = (last.get("end"), last.get("lock")) if isinstance(last, Mapping) else ("", "")
+    return end if isinstance(end, str) else "", holder if isinstance(holder, str) else ""
 
 
 def _is_newer(path: Path, other: Path) -> bool:

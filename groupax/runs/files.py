@@ -21,6 +21,7 @@ from groupax.core.storage.buckets import RemoteFolder
 from groupax.core.storage.folders import read_file, replacing_file
 
 METRICS, LOCK = "metrics.jsonl", ".lock"
+MAX_LOCK_BYTES = 8192
 MAX_KEPT_BYTES = 3800  # with the name of the process less than a block of a file system
 LOCK_S = 0.2  # to wait for it, since `groupax view` may just look whether it is held
 # Errors of file systems without locks, such as some network ones.
@@ -36,6 +37,10 @@ class RunLock:
 
     The text of the lock's file names the holder, as does the LockedError for others. A file that a killed process left
     behind stops nobody.
+
+    Attributes:
+        holder: The name of this process in the file.
+        found: Text that an earlier process left in the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,8 +60,11 @@ class RunLock:
                 stacklevel=2,
             )
         since = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        self.path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {since}\n", encoding="utf-8")
-        self._inode, self._is_kept = self.path.stat().st_ino, False
+        self.holder = f"process {os.getpid()} on {socket.gethostname()} since {since}"
+        self.path.touch()
+        self.found, self._is_kept = read_file(self.path, MAX_LOCK_BYTES), False
+        self._write(f"{self.holder}\n".encode())
+        self._inode = self.path.stat().st_ino
 
     @property
     def is_in_place(self) -> bool:
@@ -66,17 +74,33 @@ class RunLock:
         return False
 
     def keep(self, text: str) -> None:
-        """Appends a text to the file, which then stays; on a full disk too, since it is in the block of the rest."""
-        self._is_kept = True
-        with contextlib.suppress(OSError), self.path.open("ab") as file:
-            file.write(text.encode()[:MAX_KEPT_BYTES])
+        """Adds a text to the file, which then stays; on a full disk too, since it is in the block of the rest.
 
-    def release(self) -> None:
-        """Releases the folder, and removes the file if it is still this lock's and keeps no text."""
+        An empty text removes an earlier one.
+        """
+        kept = text.encode()
+        if len(kept) > MAX_KEPT_BYTES:  # its first line, and the last frames of a traceback
+            kept = kept[: MAX_KEPT_BYTES // 3] + b"\n...\n" + kept[-MAX_KEPT_BYTES // 2 :]
+        self._is_kept = bool(kept)
+        with contextlib.suppress(OSError):
+            self._write(f"{self.holder}\n".encode() + kept)
+
+    def release(self, puts_back: bool = False) -> None:
+        """Releases the folder, and removes the file if it is still this lock's and keeps no text.
+
+        Args:
+            puts_back: Whether the file gets what an earlier process left in it.
+        """
         if self.is_in_place and not self._is_kept:
             with contextlib.suppress(OSError):  # a disk that became read-only
-                self.path.unlink()
+                self._write(self.found) if puts_back and self.found else self.path.unlink()
         self._lock.release()
+
+    def _write(self, content: bytes) -> None:
+        """Replaces the content in its place, which needs no room on the disk."""
+        with self.path.open("r+b") as file:
+            file.write(content)
+            file.truncate()
 
 
 def check_unlocked(folder: Path) -> None:

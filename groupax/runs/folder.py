@@ -110,16 +110,19 @@ class RunFolder:
         """
         if self.remote is not None or self._lock is not None:
             return False
-        self._is_new, self.earlier = not self.path.exists(), ending_of(self.path)
+        self._is_new, self.earlier, self._is_recorded = not self.path.exists(), ending_of(self.path), False
         with refusing_unwritable(self.uri):
             self._lock = RunLock(self.path)
+        if self._lock.found and not self.earlier.kind:  # of another machine, or its number is another process's now
+            holder = self._lock.found.decode(errors="replace").partition("\n")[0]
+            self.earlier = Ending("dead", f"its process ({holder}) has ended without a message")
         return True
 
     def unlock(self) -> None:
-        """Unlocks the folder, and removes it if nothing was written."""
+        """Unlocks the folder, as it was if this process was not recorded, and removes it if nothing was written."""
         if self._lock is None:
             return
-        self._lock.release()
+        self._lock.release(puts_back=not self._is_recorded)
         self._lock = None
         if self._is_new and not self._is_prepared:
             with contextlib.suppress(OSError):  # it is not empty
@@ -191,7 +194,7 @@ class RunFolder:
             self.path.mkdir()
             return
         old, self._lock = self._lock, RunLock(self.path)
-        (free / LOCK).unlink(missing_ok=True)
+        (free / LOCK).write_bytes(old.found) if old.found else (free / LOCK).unlink(missing_ok=True)
         old.release()
 
     def _prepare(self, config: Mapping[str, Any], metrics: bytes, step: int) -> None:
@@ -216,20 +219,29 @@ class RunFolder:
     def write_process(self, process: Mapping[str, Any]) -> None:
         """Adds a process that works on the run to `run.json`: step, settings, devices and so on, as plain data."""
         command = {} if self.command is None else {"command": self.command}
-        self._processes = [*self._processes, {**process, **command}]
+        lock = {} if self._lock is None else {"lock": self._lock.holder}
+        self._processes = [*self._processes, {**process, **command, **lock}]
         self._is_recorded = True
         self._write_processes()
 
-    def write_end(self, why: str) -> None:
-        """Adds to the record of this process how it ended; to its lock where the record cannot be written."""
-        if self._is_recorded:
-            self._processes = [*self._processes[:-1], {**self._processes[-1], "end": why[:MAX_END]}]
-            try:
-                self._write_processes()
+    def write_end(self, why: str, uploads: bool = True) -> None:
+        """Adds to the record of this process how it ended; to its lock where the record cannot be written.
+
+        Args:
+            uploads: Whether a run in a bucket is uploaded with it.
+        """
+        if not self._is_recorded:
+            return
+        self._processes = [*self._processes[:-1], {**self._processes[-1], "end": why[:MAX_END]}]
+        kept = ""
+        try:
+            self._write_processes()
+            if uploads:
                 self.sync()
-            except (OSError, RunError):
-                if self._lock is not None and self._lock.is_in_place:
-                    self._lock.keep(why)
+        except (OSError, RunError):
+            kept = why
+        if self._lock is not None and self._lock.is_in_place:
+            self._lock.keep(kept)
 
     def _write_processes(self) -> None:
         self._write_json("run.json", {"id": self.id, "identity": self._identity, "processes": self._processes})

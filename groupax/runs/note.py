@@ -8,7 +8,7 @@ from pathlib import Path
 from groupax.core.storage.folders import read_file
 from groupax.runs.files import parsed_record, replace_text
 
-FILE, MAX_BYTES = "note.json", 1 << 20
+FILE, MAX_BYTES = "note.json", 1 << 16
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,17 @@ def read_note(folder: Path) -> Note:
     return Note(str(found.get("name") or ""), tags, str(found.get("notes") or ""))
 
 
-def write_note(folder: Path, note: Note) -> None:
-    """Writes the note on the run in a folder; a ValueError says if there is no run or a tag is not one word."""
+def check_run(folder: Path) -> None:
+    """Raises a ValueError if there is no run in a folder."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a run folder: it has no config.json")
+
+
+def write_note(folder: Path, note: Note) -> None:
+    """Writes the note on the run in a folder; a ValueError says if a tag is not one word, or the note too long."""
     if odd := [tag for tag in note.tags if len(tag.split()) != 1]:
         raise ValueError(f"a tag must be one word, got {', '.join(map(repr, odd))}; join its parts, e.g. with a hyphen")
-    replace_text(folder / FILE, json.dumps(asdict(note), indent=2) + "\n")
+    text = json.dumps(asdict(note), indent=2) + "\n"
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"the note has {len(text):,} characters, and may have {MAX_BYTES:,}")
+    replace_text(folder / FILE, text)

@@ -40,6 +40,7 @@ from groupax.training.state import TrainState
 
 TRACEBACK = "Traceback (most recent call last)"
 MAX_MESSAGE = 300  # characters of a message whose traceback has all of it
+MAX_PART = 1000  # characters of a part of a traceback, whose last one is the message
 MAX_TRACEBACK = 4000  # characters of its end that the run folder keeps
 
 ConfigT = TypeVar("ConfigT", GRPOConfig, SFTConfig)
@@ -226,7 +227,9 @@ class Run:
         """Records that a second signal ends the process before it could save the run's state."""
         step = self.trainer.cursor.step
         again = "started again as before, it continues from its newest checkpoint, or from its start if it has none"
-        self.folder.write_end(f"stopped at once by a second signal ({reason}) after step {step}; {again}")
+        self.folder.write_end(
+            f"stopped at once by a second signal ({reason}) after step {step}; {again}", uploads=False
+        )
 
     def save_end(self) -> None:
         """Saves the last checkpoint, the model and the trackers' files, or raises a RunError."""
@@ -329,9 +332,13 @@ def _reason(error: BaseException, step: int, plans: Iterable[str]) -> str:
     if isinstance(error, PreemptedError):
         return str(error)
     lines = str(error).strip().splitlines() or [""]
-    first, rest = " ".join(lines if len(lines) == 1 else (lines[0], lines[-1])), "\n".join(lines[1:])
-    if TRACEBACK not in rest:
-        rest = "" if isinstance(error, RunError) else "".join(traceback.format_exception(error)).strip()
+    rest, last = "\n".join(lines[1:]), lines[-1]
+    if TRACEBACK in rest:  # of the user's code, below which the exception is, and then advice
+        last = next((line for line in lines[1:] if not line.startswith((" ", TRACEBACK))), last)
+    elif not isinstance(error, RunError):
+        parts = traceback.format_exception(error)
+        rest = "".join(part if len(part) < MAX_PART else f"{part[:MAX_PART]}...\n" for part in parts).strip()
+    first = " ".join(lines if len(lines) == 1 else (lines[0], last))
     after = f"after step {step}" if step else "before its first step was complete"
     first = f"{first[:MAX_MESSAGE]}…" if rest and len(first) > MAX_MESSAGE else first
     first = f"failed {after}: {type(error).__name__}: {'; planned: '.join([first, *plans])}"

@@ -28,8 +28,10 @@ export class Comparison {
   async show(history) {
     const runs = [...new Set(history.run)];
     const isNew = history.key !== this.history?.key || runs.join("\n") !== this.runs.join("\n");
+    const was = this.history;
     Object.assign(this, { history, runs });
-    if (isNew) this.places = runs.length > 1 ? runs.map((run) => history.run.lastIndexOf(run)) : spread(history.step.length, NUM_COLUMNS);
+    if (!isNew) this.places = this.places.map((place) => history.step.findIndex((step, index) => step === was.step[place] && history.run[index] === was.run[place])).filter((place) => place >= 0);
+    else this.places = runs.length > 1 ? runs.map((run) => history.run.lastIndexOf(run)) : spread(history.step.length, NUM_COLUMNS);
     await this.draw();
   }
 

@@ -37,6 +37,11 @@ export class Prompts {
     await this.read();
   }
 
+  update(names) {
+    this.runChoice.show(this.run);
+    return [this.run, this.parameters.with].some((name) => names.includes(name)) && this.read();
+  }
+
   async read() {
     clearTimeout(this.timer);
     const { parameters } = this;
