@@ -380,8 +380,8 @@ def test_quantization_settings():
         hf.base_weights({"load_in_8bit": True})
     with pytest.raises(TypeError, match="bnb_4bit_quant_typ"):
         hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_typ="nf4")
-    with pytest.raises(ValueError, match="does not support the LoRA settings use_dora"):
-        hf.LoraConfig(r=8, use_dora=True)
+    with pytest.raises(ValueError, match="does not support the LoRA settings exclude_modules"):
+        hf.LoraConfig(r=8, exclude_modules=["q_proj"])
 
 
 def test_easydel_models(folder):

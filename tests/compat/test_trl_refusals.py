@@ -21,7 +21,7 @@ REFUSED_ARGUMENTS = [
     ({"reward_processing_classes": [None, None]}, "give None for those that need no tokenizer"),
     ({"reward_funcs": None}, "reward"),
     ({"train_dataset": []}, "train_dataset is empty"),
-    ({"peft_config": {"r": 4, "use_dora": True}}, "use_dora"),
+    ({"peft_config": {"r": 4, "exclude_modules": ["q_proj"]}}, "exclude_modules"),
     (
         {"peft_config": {"r": 4, "lora_dropout": 0.1}, "args": {"disable_dropout": True, "max_completion_length": 8}},
         "set one of them to 0",

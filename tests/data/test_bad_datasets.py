@@ -47,7 +47,10 @@ FILES = {
     "role_is_number.jsonl": (message("abc", 5), "prompt 0: message 1 of 1 has no role"),
     "no_content.jsonl": (message(None), "message 1 of 1 has no content"),
     "parts.jsonl": (message([{"type": "text", "text": "abc"}]), None),
-    "image_part.jsonl": (message([{"type": "image"}, {"type": "text", "text": "a"}]), "part of type 'image'.* vision"),
+    "image_part.jsonl": (
+        message([{"type": "image"}, {"type": "text", "text": "a"}]),
+        "part of type 'image'.* of a model",
+    ),
     "image.jsonl": (b'{"prompt": "a", "image": "x.png"}', "has a column 'image', which the model would not see"),
     "no_image.jsonl": (b'{"prompt": "a", "image": null, "images": []}', None),
     "ids.jsonl": (b'{"prompt": "a", "prompt_ids": "abc"}', "prompt 0: the column prompt_ids must have a list of token"),

@@ -252,7 +252,7 @@ def test_evaluation_sets_and_odd_values_in_a_file(tmp_path, capsys):
     defaults = train_defaults(["--config", str(file)])
     assert (defaults.eval_dataset, defaults.reward_funcs) == (("a=x.jsonl", "b=y.jsonl"), None)
     for line, message in (
-        ("reward_funcs: {a: b}", "reward_funcs must be a list with each a text or None, got ({'a': 'b'},)"),
+        ("reward_funcs: {a: b}", "reward_funcs must be a list with each a text or None, got {'a': 'b'}"),
         ("model: [a]", "model must be a text or None, got ['a']"),
     ):
         file.write_text(f"recipe: gsm8k\n{line}\n")

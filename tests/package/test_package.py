@@ -119,7 +119,7 @@ LINES = {
     "recipes": 1120,
     "rewards": 3530,
     "rollouts": 970,
-    "runs": 5910,
+    "runs": 5960,
     "satellites": 7490,
     "serve": 4240,
     "sft": 310,
@@ -127,9 +127,9 @@ LINES = {
     "trainer": 424,
     "training": 2070,
 }
-TEST_LINES = 31708
+TEST_LINES = 31715
 FILES = 328
-MODULES = 190  # that groupax.trainer imports, also inside of functions
+MODULES = 191  # that groupax.trainer imports, also inside of functions
 
 
 def imports_of(path):

@@ -328,12 +328,19 @@ def test_a_run_that_has_ended_says_why(tmp_path):
     os.utime(path / "metrics.jsonl", (time.time() - 3600,) * 2)
     assert told()[0] == "quiet"
     assert told()[1].startswith("no sign of life since ")
+    (path / ".lock").write_text(lock.format(gone.pid))
+    for _ in range(2):
+        assert folder.lock()
+        folder.unlock()
+        assert told()[0] == "dead", "a process that did nothing changes nothing"
+    assert folder.lock()
+    folder.write_process({"step": 1})
     folder.write_end("done after step 1")
-    assert told() == ("done", "done after step 1"), "recorded after the lock was taken"
+    assert told() == ("done", "done after step 1"), "by the process that has the lock"
     folder.write_process({"step": 1})
     assert told()[0] == "quiet"
     with (path / ".lock").open("a") as lock:  # as on a full disk
-        lock.write("\nfailed after step 1: RunError: no room\n")
+        lock.write("failed after step 1: RunError: no room\n")
     assert told() == ("failed", "failed after step 1: RunError: no room")
     (path / ".lock").unlink()
     (path / "model").mkdir()

@@ -70,6 +70,7 @@ def read_gemma3_vision(hf: Mapping[str, Any]) -> VisionConfig:
     tower = siglip_tower(settings)
     features = hf.get("mm_tokens_per_image", 256)
     side, patches = int(features**0.5), tower.positions_per_side
+    assert patches is not None, "SigLIP has a table of positions"
     if side < 1 or side**2 != features or patches % side:
         raise ValueError(
             f"config.json has mm_tokens_per_image={features}; groupax supports squares of numbers that divide the "

@@ -177,7 +177,8 @@ def _progress(run: Run, config: Mapping[str, Any], processes: Sequence[Mapping[s
 
 def _fleet(run: Run, config: Mapping[str, Any]) -> str:
     """Returns who waits for whom where rollouts are sampled ahead or by servers, in the last steps; else nothing."""
-    servers, parts = config.get("rollout_servers"), []
+    servers = config.get("rollout_servers")
+    parts = [f"{len(servers)} rollout servers"] if isinstance(servers, list) and servers else []
     names = (WAIT_S, "step_time", "time/rollout_s", "rollout/staleness")
     recent = [run.series(name)[1][-RECENT_STEPS:] for name in names]
     if all(np.isfinite(values).any() for values in recent):
@@ -186,7 +187,7 @@ def _fleet(run: Run, config: Mapping[str, Any]) -> str:
         who = "updates wait for rollouts" if frac > WAITING_FRAC else "rollouts wait for updates, which wait"
         parts += [f"{who} {100 * frac:.0f} % of the time", f"a rollout takes {rollout_s:.3g} s, a step {step_s:.3g} s"]
         parts += [f"rollouts are {staleness:.3g} steps old, of at most {config.get('max_staleness')}"]
-    return " · ".join([f"{len(servers)} rollout servers"] * (isinstance(servers, list) and bool(servers)) + parts)
+    return " · ".join(parts)
 
 
 def num_steps_of(config: Mapping[str, Any], process: Mapping[str, Any]) -> int | None:
