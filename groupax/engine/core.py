@@ -228,7 +228,7 @@ def with_adapters(model: Model, adapters: Mapping[str, Model]) -> Params:
             raise ValueError(
                 f"{name} is not an adapter of the same model in memory; load it by load_adapter(model, ...)"
             )
-        changes.append(changes_of(as_plain(model.config, each.adapter).trained, model.params["embed"].dtype))
+        changes.append(changes_of(as_plain(each.adapter).trained, model.params["embed"].dtype))
         check_finite_changes(changes[-1])
     return stack_adapters(model.params, changes)
 

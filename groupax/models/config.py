@@ -11,7 +11,7 @@ NormKind = Literal["rms", "zero_centered_rms", "layer", "zero_centered_layer"]
 # head without weights or with shared ones, after rotary embeddings; the former only in layers that have these.
 QKNorm = Literal["none", "head", "each_head", "all_heads", "after_rope", "head_after_rope"]
 # Activations of feed-forward layers, by Hugging Face's names.
-Activation = Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "relu2"]
 # Norms of a block: before attention and feed-forward, after them, both, or, of the two in parallel, one before both or
 # one before each.
 BlockKind = Literal["pre_norm", "post_norm", "sandwich_norm", "parallel", "parallel_norms"]

@@ -94,6 +94,7 @@ NORMS: dict[NormKind, Callable[[Array, Array, float], Array]] = {
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_fast": partial(jax.nn.gelu, approximate=True),
     "gelu_new": partial(jax.nn.gelu, approximate=True),
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),

@@ -161,7 +161,7 @@ def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, (list, set, frozenset)):
             value = tuple(value) if isinstance(value, list) else tuple(sorted(value))
         if field.name.startswith("layers_") and isinstance(value, (int, str)):  # as in PEFT
-            value = (value,)
+            value = (value,) if value != "" else ()
         check_type(field.name, value, field.type)
         check_range(field, value)
         checked[field.name] = ALL_LINEAR if value == (ALL_LINEAR,) else value
@@ -388,7 +388,7 @@ def removed_changes(lora: LoRAConfig, initial: Params) -> Params | None:
     return jax.tree.map(negated, initial, is_leaf=_is_low_rank) if lora.is_pissa else None
 
 
-def as_plain(config: ModelConfig, adapter: Adapter) -> Adapter:
+def as_plain(adapter: Adapter) -> Adapter:
     """Returns an adapter of PiSSA as one of the whole base, of twice the rank: its changes less those it began with.
 
     It has the settings that PEFT gives such an adapter. Other adapters stay as they are.
@@ -404,7 +404,8 @@ def as_plain(config: ModelConfig, adapter: Adapter) -> Adapter:
         alpha_pattern={key: factor * alpha for key, alpha in lora.alpha_pattern.items()},
         init_lora_weights=True,
     )
-    trained = trained_params(adapter_specs(config, plain), apply_adapter(residual(adapter), adapter.trained))
+    join = lambda own, removed: side_by_side([own, removed], own.scale) if _is_low_rank(own) else own  # noqa: E731
+    trained = jax.tree.map(join, adapter.trained, adapter.removed, is_leaf=_is_low_rank)
     return replace(adapter, config=plain, trained=trained, removed=None)
 
 
@@ -483,7 +484,7 @@ def count_params(config: ModelConfig, lora: LoRAConfig | None) -> tuple[int, int
     in_place = sum(
         math.prod(spec.shape)
         for spec in specs
-        if spec.name.endswith(".bias") and not module_name(spec).endswith(tuple(lora.modules_to_save))
+        if spec.name.endswith(".bias") and not any(_is_inside(each, module_name(spec)) for each in lora.modules_to_save)
     )
     return trained, total + trained - in_place
 

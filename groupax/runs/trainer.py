@@ -177,13 +177,19 @@ class Trainer(ABC):
 
     def host_params(self) -> Params:
         """Returns the trained weights, on the primary process's host if there are several. All processes call this."""
-        params = self.learner.state.params
-        return to_host_on_primary(params) if processes.num_processes() > 1 else params
+        params, adapter = self.learner.state.params, self.start_model.adapter
+        if processes.num_processes() == 1:
+            return params
+        self._removed = adapter and to_host_on_primary(adapter.removed)
+        return to_host_on_primary(params)
 
     def write_model(self, params: Params, folder: Path) -> Path:
         """Writes trained weights as `save_model` does, in this process."""
         if self.start_model.adapter is not None:
-            return save_adapter(self._model_with(params, {}), folder, self.tokenizer, self.card())
+            model = self._model_with(params, {})
+            if self._removed is not None and model.adapter is not None:
+                model = replace(model, adapter=replace(model.adapter, removed=self._removed))
+            return save_adapter(model, folder, self.tokenizer, self.card())
         trained = replace(self.start_model, params={**self.learner.untrained, **params})
         dtype = jnp.dtype(stored_dtype(self.start_model))
         return save_model(trained, folder, self.tokenizer, dtype, card=self.card())

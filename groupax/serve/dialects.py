@@ -65,7 +65,7 @@ class Groupax:
 
     def __init__(self, server: RemoteServer, model: str | None, config: ModelConfig, adapter: Adapter | None) -> None:
         self._server, self._model = server, model
-        adapter = adapter and as_plain(config, adapter)
+        adapter = adapter and as_plain(adapter)
         self._settings = None if adapter is None else adapter_config_dict(adapter, config)
         self._specs = model_specs(config) if adapter is None else adapter_specs(config, adapter.config)
         self.pushed = UNKNOWN

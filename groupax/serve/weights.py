@@ -170,7 +170,7 @@ class Weights:
 
 
 def _held(model: Model) -> Held:
-    adapter, base = model.adapter and as_plain(model.config, model.adapter), _base(model)
+    adapter, base = model.adapter and as_plain(model.adapter), _base(model)
     return Held(base) if adapter is None else Held(base, adapter.config, _in_dtype_of(base, adapter.trained))
 
 

@@ -111,8 +111,14 @@ def policy_of(
 
 def _check_reference(adapter: Adapter, beta: float) -> None:
     """Refuses an adapter that changes its base already, as a new one does not, if there is a reference."""
-    changes = jax.tree.leaves(adapter.trained, is_leaf=lambda node: isinstance(node, LowRank))
-    if any(bool(jnp.any(change.b != 0)) for change in changes if isinstance(change, LowRank)):
+
+    def changes_in(tree: Any) -> list[LowRank]:
+        leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, LowRank))
+        return [leaf for leaf in leaves if isinstance(leaf, LowRank)]
+
+    changes = changes_in(adapter.trained)
+    began = [-each.b for each in changes_in(adapter.removed)] or [0.0] * len(changes)  # of PiSSA, or zero
+    if any(bool(jnp.any(change.b != b)) for change, b in zip(changes, began, strict=True)):
         raise ValueError(
             f"beta is {beta}, and the model's adapter was trained before: TRL's reference is a copy of that adapter, "
             "groupax's is the base without it; merge it (model.merge_and_unload()) and pass peft_config for a new one, "

@@ -215,6 +215,8 @@ def _nested(hf: Mapping[str, Any]) -> dict[str, Any]:
     text = hf.get("text_config")
     if text is None:
         text = {key: hf[key] for key in hf if key not in _NOT_OF_TEXT}
+    elif isinstance(text, Mapping):  # which files of some versions have there too
+        text = {key: text[key] for key in text if not (key in _NOT_OF_TEXT and key.endswith("_token_id"))}
     is_tied = hf.get("tie_word_embeddings") or (isinstance(text, Mapping) and text.get("tie_word_embeddings"))
     return {**hf, "text_config": text, "tie_word_embeddings": is_tied}
 

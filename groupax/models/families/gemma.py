@@ -24,7 +24,7 @@ def read_gemma(hf: Mapping[str, Any]) -> ModelConfig:
     activation = hf.get("hidden_act") or "gelu"
     activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
     require(hf, {"hidden_activation": activation})
-    hf = _with_defaults({**hf, "hidden_activation": activation})
+    hf = _with_defaults({"max_position_embeddings": 8192, **hf, "hidden_activation": activation})
     return model_config(hf, norm="zero_centered_rms", embedding_scale=hf.get("hidden_size", 1) ** 0.5, **biases(hf))
 
 

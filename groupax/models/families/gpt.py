@@ -91,7 +91,8 @@ _NO_GROUPS = {"head_dim": None, "num_key_value_heads": None}
 
 def read_starcoder2(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads StarCoder 2: grouped queries with rotary embeddings, perhaps a sliding window, and biases everywhere."""
-    hf = {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, **hf}
+    sizes = {"max_position_embeddings": 4096, "num_key_value_heads": 2}
+    hf = {**sizes, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, **hf}
     bias = hf.get("use_bias", True)
     return model_config(
         hf,
@@ -107,7 +108,7 @@ def read_starcoder2(hf: Mapping[str, Any]) -> ModelConfig:
 
 def read_nemotron(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Nemotron: centered layer norms, squared ReLUs, and rotary embeddings of half of each head by default."""
-    hf = {"hidden_act": "relu2", "partial_rotary_factor": 0.5, **hf}
+    hf = {"hidden_act": "relu2", "partial_rotary_factor": 0.5, "max_position_embeddings": 4096, **hf}
     return model_config(
         hf,
         ropes=read_rope(hf, head_dim_of(hf), partial=True),

@@ -120,8 +120,9 @@ def read_smollm3(hf: Mapping[str, Any]) -> ModelConfig:
 
 def read_ernie4_5(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads ERNIE 4.5: interleaved rotary embeddings, heads of 128 dims, and biases in all matrices or none."""
-    defaults = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True}
-    hf, bias = {**defaults, **hf}, hf.get("use_bias", False)
+    sizes = {"head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 131072}
+    defaults = {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True}
+    hf, bias = {**sizes, **defaults, **hf}, hf.get("use_bias", False)
     rope = read_rope(hf, head_dim_of(hf), interleaved=True)
     return model_config(hf, ropes=rope, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
 

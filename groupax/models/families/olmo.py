@@ -20,7 +20,7 @@ from groupax.models.families.fields import (
 
 def read_olmoe(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads OLMoE: norms over all query and all key heads of a token, and experts in all layers."""
-    hf = {"rms_norm_eps": 1e-5, **hf}
+    hf = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, **hf}
     require(hf, {"clip_qkv": None})
     experts = Experts(
         num=needed(hf, "num_experts", "num_local_experts"),

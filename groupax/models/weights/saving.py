@@ -84,7 +84,7 @@ def save_adapter(model: Model, folder: str | os.PathLike[str], tokenizer: Any = 
         raise ValueError(f"{model.name or 'the model'} has no adapter to save")
     folder = Path(folder)
     with replacing_folder(folder, source_folders(model)) as partial:
-        adapter = as_plain(model.config, model.adapter)
+        adapter = as_plain(model.adapter)
         write_json(partial / ADAPTER_NAME, adapter_config_dict(adapter, model.config))
         write_adapter(model.config, adapter.config, adapter.trained, partial)
         write_processor(model.processor_folder, partial)
