@@ -188,8 +188,9 @@ class TorchWeights:
         if is_peft_model(self.torch_model):
             adapter = self.torch_model.active_adapter
             module, _, kind = name.rpartition(".")
-            candidates = (f"{module}.{adapter}.{kind}", f"{module}.modules_to_save.{adapter}.{kind}", name)
-            candidates += (f"{name}.{adapter}.weight",)
+            parts, copied = name.split("."), ("modules_to_save", adapter)  # of the module, or of one that contains it
+            copies = (".".join([*parts[:end], *copied, *parts[end:]]) for end in range(len(parts) - 1, 0, -1))
+            candidates = (f"{module}.{adapter}.{kind}", *copies, name, f"{name}.{adapter}.weight")
             return next((candidate for candidate in candidates if candidate in found), "")
         return name if name in found else ""
 
