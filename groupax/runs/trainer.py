@@ -91,6 +91,7 @@ class Trainer(ABC):
     emit: Emit
     run_folder: RunFolder
     start_model: Model
+    _removed: Params | None = None  # by PiSSA, on the primary's host, of several processes that save
     learner: Learner
     tokenizer: Any
     dataset_name: str
