@@ -127,7 +127,7 @@ LINES = {
     "trainer": 424,
     "training": 2070,
 }
-TEST_LINES = 31718
+TEST_LINES = 31721
 FILES = 328
 MODULES = 191  # that groupax.trainer imports, also inside of functions
 

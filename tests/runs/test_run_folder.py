@@ -176,9 +176,12 @@ def test_stopping_before_the_first_step_says_that_nothing_was_saved(tmp_path, ca
     with pytest.raises(KeyError):
         trainer.train()
     first, *traceback = end_of(tmp_path / "run").splitlines()
-    assert (first, traceback[-1]) == ("failed: KeyError: 'update'", "KeyError: 'update'")
+    assert (first, traceback[-1]) == (
+        "failed before its first step was complete: KeyError: 'update'",
+        "KeyError: 'update'",
+    )
     trained(tmp_path, max_steps=1)
-    assert end_of(tmp_path / "run") is None
+    assert end_of(tmp_path / "run") == "done after step 1"
     assert os.listdir(tmp_path) == ["run"]
 
 

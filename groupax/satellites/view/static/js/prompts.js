@@ -112,7 +112,7 @@ export class Prompts {
       this.headOf = null;
       this.missing = el("p", { class: "hint", role: "status" });
       this.comparison = new Comparison();
-      fill(this.body, el("a", { href: address("prompts", { run: this.run }) }, "‹ All prompts"), this.head, this.missing, this.comparison.root, this.chart.card, this.table);
+      fill(this.body, el("p", {}, el("a", { href: address("prompts", { run: this.run }) }, "‹ All prompts")), this.head, this.missing, this.comparison.root, this.chart.card, this.table);
     }
     const { key, with: name } = this.parameters;
     if (this.headOf !== this.parameters) { // a select box may be open
