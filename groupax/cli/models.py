@@ -195,7 +195,7 @@ def checkpoints(arguments: Sequence[str]) -> None:
         end = "" if is_remote(run) else ending_of(run_folder_in(Path(run).expanduser())).sentence
         ended = printable(f"how the run ended: {end}") if end else ""
         if not steps:
-            raise ValueError(f"{run} has no checkpoints" + (f"; {ended}" if end else ""))
+            raise ValueError(f"{run} has no checkpoints" + (f"; {ended}" if ended else ""))
         chosen = command.step if command.step is not None else step
         if chosen is not None and chosen not in steps:
             raise ValueError(f"{run} has no checkpoint of step {chosen}; it has {', '.join(map(str, steps))}")
@@ -203,9 +203,9 @@ def checkpoints(arguments: Sequence[str]) -> None:
             case "list":
                 for each in steps:
                     print(_about_checkpoint(each, store.state(each)))
-                print(
-                    f"\n{ended}\n" * bool(end) + f"\nto check their files: groupax checkpoints {command.run_dir} verify"
-                )
+                if ended:
+                    print(f"\n{ended}")
+                print(f"\nto check their files: groupax checkpoints {command.run_dir} verify")
             case "verify":
                 found = {each: damage(store.local(each)) for each in steps}
                 for each, fault in found.items():

@@ -94,9 +94,7 @@ NORMS: dict[NormKind, Callable[[Array, Array, float], Array]] = {
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_fast": partial(jax.nn.gelu, approximate=True),
-    "gelu_new": partial(jax.nn.gelu, approximate=True),
-    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+    **dict.fromkeys(("gelu_fast", "gelu_new", "gelu_pytorch_tanh"), partial(jax.nn.gelu, approximate=True)),
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
@@ -265,10 +263,10 @@ def mlp(
     """
     gate_bias, up_bias, down_bias = biases
     x = psum_grad(x, axis)
-    factors = linear(x, up, up_bias), None
-    if gate is not None:
-        factors = linear(x, gate, gate_bias), factors[0]
-    between = gated_activation(activation, *factors)
+    if gate is None:
+        between = gated_activation(activation, linear(x, up, up_bias), None)
+    else:
+        between = gated_activation(activation, linear(x, gate, gate_bias), linear(x, up, up_bias))
     return row_parallel_linear(between, down, down_bias, axis)
 
 

@@ -223,7 +223,8 @@ def _check_modules(
             raise ValueError(
                 f"target_modules names {name}, which is not a matrix of a layer; train it fully with modules_to_save"
             )
-    if unlike := {name for name in saved if modules[name].is_transposed or name == "embed_out"}:
+    other_head = {config.module("head", "lm_head")} - {"lm_head"}
+    if unlike := {name for name in saved if modules[name].is_transposed or name in other_head}:
         raise ValueError(
             f"modules_to_save names {', '.join(sorted(unlike))}, which PEFT has under another name or transposed; "
             "groupax can only adapt it, by target_modules"
@@ -334,15 +335,18 @@ def _in_layers(lora: LoRAConfig, targets: set[str]) -> set[str]:
 def _check_patterns(lora: LoRAConfig, targets: set[str]) -> None:
     for setting in ("rank_pattern", "alpha_pattern"):
         for key in getattr(lora, setting):
-            if not any(_full_match(rf"(.*\.)?({key})", name, setting) for name in targets):
+            if not any(_matches_end(key, name, setting) for name in targets):
                 raise ValueError(
                     f"{setting} has {short_repr(key)}, which matches no adapted module; those are {_endings(targets)}"
                 )
 
 
 def _by_pattern(pattern: Mapping[str, Any], module: str, default: Any, setting: str) -> Any:
-    found = (value for key, value in pattern.items() if _full_match(rf"(.*\.)?({key})", module, setting))
-    return next(found, default)
+    return next((value for key, value in pattern.items() if _matches_end(key, module, setting)), default)
+
+
+def _matches_end(pattern: str, name: str, setting: str) -> bool:
+    return _full_match(rf"(.*\.)?({pattern})", name, setting) is not None
 
 
 def _full_match(pattern: str, name: str, setting: str) -> Any:

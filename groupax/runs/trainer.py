@@ -91,7 +91,6 @@ class Trainer(ABC):
     emit: Emit
     run_folder: RunFolder
     start_model: Model
-    _removed: Params | None = None  # by PiSSA, on the primary's host, of several processes that save
     learner: Learner
     tokenizer: Any
     dataset_name: str
@@ -173,27 +172,27 @@ class Trainer(ABC):
         If an adapter is trained, only the adapter is saved, in PEFT's format. All processes must call this; the primary
         one writes.
         """
-        params, target = self.host_params(), Path(folder or self.run_folder.path / "model")
-        return processes.run_on_primary(lambda: self.write_model(params, target))
+        model, target = self.model_to_write(), Path(folder or self.run_folder.path / "model")
+        return processes.run_on_primary(lambda: self.write_model(model, target))
 
-    def host_params(self) -> Params:
-        """Returns the trained weights, on the primary process's host if there are several. All processes call this."""
-        params, adapter = self.learner.state.params, self.start_model.adapter
-        if processes.num_processes() == 1:
-            return params
-        self._removed = adapter and to_host_on_primary(adapter.removed)
-        return to_host_on_primary(params)
+    def model_to_write(self) -> Model:
+        """Returns the policy without the weights that are not saved, of several processes on the primary's host.
 
-    def write_model(self, params: Params, folder: Path) -> Path:
-        """Writes trained weights as `save_model` does, in this process."""
-        if self.start_model.adapter is not None:
-            model = self._model_with(params, {})
-            if self._removed is not None and model.adapter is not None:
-                model = replace(model, adapter=replace(model.adapter, removed=self._removed))
+        All processes must call this.
+        """
+        adapter = self.start_model.adapter
+        parts = self.learner.state.params, adapter and adapter.removed
+        trained, removed = to_host_on_primary(parts) if processes.num_processes() > 1 else parts
+        if adapter is None:
+            return replace(self.start_model, params={**self.learner.untrained, **trained})
+        return replace(self.start_model, params={}, adapter=replace(adapter, trained=trained, removed=removed))
+
+    def write_model(self, model: Model, folder: Path) -> Path:
+        """Writes a `model_to_write` as `save_model` does, in this process."""
+        if model.adapter is not None:
             return save_adapter(model, folder, self.tokenizer, self.card())
-        trained = replace(self.start_model, params={**self.learner.untrained, **params})
         dtype = jnp.dtype(stored_dtype(self.start_model))
-        return save_model(trained, folder, self.tokenizer, dtype, card=self.card())
+        return save_model(model, folder, self.tokenizer, dtype, card=self.card())
 
     def push_to_hub(self, repo_id: str, private: bool = True) -> str:
         """Saves the current policy in the run's `model/`, uploads it to "owner/name", and returns its address.

@@ -252,7 +252,7 @@ def test_items_survive_their_file(tmp_path):
         ({"completions": ["x"]}, "must be a mapping"),
         ({"text": 1}, "text must be a text"),
         ({"rewards": {"other": 1.0}}, "the same rewards"),
-        ({"rewards": {"r": "x"}}, "must be a mapping of names to values"),
+        ({"rewards": {"r": "x"}}, "must be a mapping of names to values, each a number or None"),
         ({"rewards": {"r": 10**400}}, "int too large"),
         ({"reward": float("inf")}, "reward inf is not finite"),
     ],

@@ -159,7 +159,12 @@ def test_an_adapter_survives_the_disk(tmp_path):
 
 @pytest.mark.drawn(2, "learns")
 @pytest.mark.heavy
-@pytest.mark.parametrize("kind", [{}, {"use_dora": True, "init_lora_weights": "pissa", "scan_layers": True}], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    # at temperature 1 this model hardly ever tries anything else, and learns by luck
+    [{}, {"use_dora": True, "init_lora_weights": "pissa", "scan_layers": True, "temperature": 2.0}],
+    ids=str,
+)
 def test_only_the_adapter_is_trained_and_it_learns(tmp_path, kind):
     model = a_base()
     before = [x.copy() for x in leaves(model.params)]
@@ -170,6 +175,8 @@ def test_only_the_adapter_is_trained_and_it_learns(tmp_path, kind):
     trainer.train()
     assert_trees_match(before, leaves(without_changes(trainer.learner.frozen)))
     assert_trees_match(before, leaves(trainer.learner.reference))
+    held = map(jax.tree.leaves, (trainer.learner.reference, without_changes(trainer.learner.frozen)))
+    assert all(reference is base for reference, base in zip(*held, strict=True)), "no copy of the base"
     assert trainer.learner.reference["embed"] is model.params["embed"], "no copy of the base"
     lines = lines_of(tmp_path)
     assert lines[0]["reward"] < 0.3

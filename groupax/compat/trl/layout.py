@@ -59,13 +59,13 @@ class TRLFolders(RunHooks):
     def checkpoint_files(self, run: Run) -> Callable[[Path], None]:
         """Returns what writes the model and `trainer_state.json` of a checkpoint."""
         trainer = run.trainer
-        params = trainer.host_params()
+        model = trainer.model_to_write()
 
         def write(folder: Path) -> None:
-            model = trainer.write_model(params, folder.parent / ".model")
-            for entry in model.iterdir():
+            written = trainer.write_model(model, folder.parent / ".model")
+            for entry in written.iterdir():
                 entry.rename(folder.parent / entry.name)
-            model.rmdir()
+            written.rmdir()
             if self.state.best_global_step == trainer.cursor.step:
                 self.state.best_model_checkpoint = str(self.output_dir / HF.name_of(trainer.cursor.step))
             self.state.save_to_json(folder.parent / TRAINER_STATE)

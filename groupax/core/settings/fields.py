@@ -241,8 +241,8 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin is Callable:
         return callable(value)
     if origin in (dict, Mapping):
-        pairs = value.items() if isinstance(value, Mapping) else [(None, None)]
-        return all(_fits(key, inner[0]) and (inner[1] is Any or _fits(each, inner[1])) for key, each in pairs)
+        fits = lambda key, each: _fits(key, inner[0]) and (inner[1] is Any or _fits(each, inner[1]))  # noqa: E731
+        return isinstance(value, Mapping) and all(fits(*item) for item in value.items())
     if kind in _NUMBERS:
         return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
     return value is None if kind is type(None) else isinstance(value, kind)
@@ -253,7 +253,8 @@ def _words(kind: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(inner)}"
     if origin in (dict, Mapping):
-        return "a mapping of names to values"
+        each = "" if inner[1] is Any else f", each {' or '.join(map(_words, kinds_of(inner[1])))}"
+        return f"a mapping of names to values{each}"
     if origin is Callable:
         return "a function, also by reference as 'module:function'"
     if origin in LISTS:

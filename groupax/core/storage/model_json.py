@@ -105,7 +105,7 @@ CONFIG = _table(
     (NUMBERED, "first_k_dense_replace n_shared_experts num_dense_layers num_experts? num_nextn_predict_layers"),
     (TOKEN, "image_token_id image_token_index max_window_layers sliding_window? video_token_id"),
     (TOKENS, "eos_token_id?"),
-    (TEXT, "activation_function? hidden_act? hidden_activation? model_type"),
+    (TEXT, "activation_function? hidden_act? hidden_activation? mlp_type model_type norm_type"),
     (list_of(TEXT), "architectures? layer_types?"),
     (list_of(NUMBERED), "full_attn_idxs? mlp_only_layers? moe_layers? no_rope_layers?"),
     (DTYPE, "dtype? torch_dtype?"),

@@ -21,18 +21,17 @@ from groupax.models.config import (
 
 # Keys that no reader interprets: they do not affect the forward pass, repeat others, or may have one value only.
 UNREAD = (
-    "_name_or_path _sliding_window_pattern attention_dropout attention_head_dim attn_pdrop auto_map aux_loss_alpha "
-    "block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu block_use_xavier_init "
-    "bos_token_id cache_implementation cla_share_factor classifier_dropout compression_ratio conv_dim conv_dim_out "
-    "conv_use_xavier_init dense_list embd_pdrop embedding_dropout enable_lm_head_fp32 eod_token_id ep_size "
-    "experts_per_token for_llm_compressor hidden_dropout im_end_id initial_context_length initializer_range label2id "
-    "mamba_ssm_dtype mask_init_id mlp_type moe_layer_freq mtp_num_hidden_layers mtp_use_dedicated_embeddings n_ctx "
-    "norm_type num_heads order_of_interleaved_layers pad_token_id position_embedding_type pretraining_tp problem_type "
-    "qk_head_dim reorder_and_upcast_attn resid_pdrop residual_dropout return_dict router_jitter_noise scoring_func "
-    "seq_aux summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj "
-    "task_specific_params theta tokenizer_class topk_method transformers_version use_bidirectional_attention "
-    "use_cache use_cla use_embedding_sharing use_gated_activation use_parallel_block use_parallel_embedding "
-    "use_pos_enc"
+    "_name_or_path _sliding_window_pattern attention_dropout attn_pdrop auto_map aux_loss_alpha block_dim "
+    "block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu block_use_xavier_init bos_token_id "
+    "cache_implementation classifier_dropout compression_ratio conv_dim conv_dim_out conv_use_xavier_init embd_pdrop "
+    "embedding_dropout eod_token_id ep_size experts_per_token for_llm_compressor hidden_dropout "
+    "initial_context_length initializer_range label2id mamba_ssm_dtype moe_layer_freq mtp_num_hidden_layers "
+    "mtp_use_dedicated_embeddings n_ctx num_heads order_of_interleaved_layers pad_token_id position_embedding_type "
+    "pretraining_tp problem_type qk_head_dim reorder_and_upcast_attn resid_pdrop residual_dropout return_dict "
+    "router_jitter_noise scoring_func seq_aux summary_activation summary_first_dropout summary_proj_to_labels "
+    "summary_type summary_use_proj task_specific_params theta tokenizer_class topk_method transformers_version "
+    "use_bidirectional_attention use_cache use_cla use_embedding_sharing use_gated_activation use_parallel_block "
+    "use_parallel_embedding use_pos_enc"
 )
 # Rotary parameters that tell apart the axes of images, which texts do not have.
 AXES = ("mrope_interleaved", "mrope_section")

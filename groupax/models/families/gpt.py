@@ -91,6 +91,7 @@ _NO_GROUPS = {"head_dim": None, "num_key_value_heads": None}
 
 def read_starcoder2(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads StarCoder 2: grouped queries with rotary embeddings, perhaps a sliding window, and biases everywhere."""
+    require(hf, {"mlp_type": "default", "norm_type": "layer_norm"})
     sizes = {"max_position_embeddings": 4096, "num_key_value_heads": 2}
     hf = {**sizes, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, **hf}
     bias = hf.get("use_bias", True)

@@ -195,7 +195,9 @@ class RunSaver:
 
     def _report(self, saved: Saved) -> None:
         if saved.step < self.identity["num_steps"]:  # the trainer reports a complete run
-            before = f"; the process before: {end}" if (end := self.folder.earlier.sentence) else ""
+            is_own = str(saved.where).startswith(str(self.folder.path))
+            end = self.folder.earlier.sentence if is_own else ""
+            before = f"; the process before: {end}" if end else ""
             self.log.emit(Message(f"continuing after step {saved.step}, from {saved.where}{before}"))
         then, now = saved.state["versions"], versions()
         changed = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
