@@ -2,8 +2,9 @@
 
     python benchmarks/trl_recipe.py instructions MODEL OUT --seed 0
 
-TRL samples with transformers' `generate`, and computes in bfloat16 with float32 weights, as the recipe does. OUT gets a
-line of JSON per step in `metrics.jsonl`, with the names of groupax's metrics, and the trained model.
+TRL samples with transformers' `generate`, and computes in bfloat16 with float32 weights, as the recipe does, or in
+float32 with `--dtype float32`. OUT gets a line of JSON per step in `metrics.jsonl`, with the names of groupax's
+metrics, and the trained model.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import importlib
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, help="number of steps; by default the recipe's")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="of the computation; by default the recipe's")
     args = parser.parse_args()
 
     from datasets import Dataset
@@ -70,6 +73,7 @@ def main() -> None:
     trl: Any = importlib.import_module("trl")
     recipe = load_recipe(args.recipe)
     config, rows = GRPOConfig.from_mapping(recipe.config), recipe.train_dataset()
+    config = config if args.dtype is None else replace(config, dtype=args.dtype)
     given = resolve_rewards(list(recipe.reward_funcs), [name for name in rows[0] if name != "prompt"])
 
     class Lines(TrainerCallback):

@@ -2,10 +2,11 @@
 
     python dev/real_runs.py run MODEL RUNS [--recipes instructions word_problems] [--seeds 0 1 2] [--trl]
     python dev/real_runs.py table RUNS
+    python dev/real_runs.py pictures RUNS
 
 MODEL is the folder that `dev/smollm2.py` makes. Each run is `RUNS/RECIPE-SEED`; with --trl there is the same run in TRL
 in `RUNS/RECIPE-SEED-trl`. `run` skips complete runs and resumes interrupted ones (those in TRL begin again), so it may
-be killed and repeated.
+be killed and repeated. `pictures` shows complete runs as `groupax view` does, in docs/images/view_real_*.png.
 """
 
 import argparse
@@ -84,6 +85,15 @@ def table(args: argparse.Namespace) -> None:
             print(f"| {about} | | | | |")
 
 
+def pictures(args: argparse.Namespace) -> None:
+    """Takes a picture of the overview of each complete run, and one of the curves of all of them."""
+    from view_screenshots import WIDE, Pictures, take_pictures
+
+    runs = sorted(path.parent for path in args.runs.glob("*/result.json"))
+    light: Pictures = {f"real_{run.name}": (f"overview?run={run.name}", WIDE, ("light",), "") for run in runs}
+    take_pictures(runs, {**light, "real_curves": ("curves", WIDE, ("light",), "")})
+
+
 def _shown(estimates: dict[str, Any]) -> str:
     estimate = estimates["pass@1"]
     return f"{estimate['value']:.3f} ({estimate['low']:.3f} to {estimate['high']:.3f})"
@@ -100,9 +110,10 @@ def main() -> None:
     runner.add_argument("--trl", action="store_true", help="also train in TRL")
     runner.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="further flags of groupax train")
     runner.set_defaults(verb=run)
-    reader = verbs.add_parser("table")
-    reader.add_argument("runs", type=Path)
-    reader.set_defaults(verb=table)
+    for name, verb in (("table", table), ("pictures", pictures)):
+        reader = verbs.add_parser(name)
+        reader.add_argument("runs", type=Path)
+        reader.set_defaults(verb=verb)
     args = parser.parse_args()
     args.verb(args)
 

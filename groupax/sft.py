@@ -18,6 +18,7 @@ from groupax.core.settings.sft import ExampleSettings
 from groupax.core.types import Metrics, Row
 from groupax.data.examples import Examples, describe_source, load_examples, visit_order
 from groupax.data.files import EVAL_SPLITS, TRAIN_SPLITS
+from groupax.data.images import without_images
 from groupax.data.supervised import (
     TokenExample,
     TrainingSet,
@@ -28,6 +29,7 @@ from groupax.data.supervised import (
 )
 from groupax.evaluation.items import ONLY_SET, named_sets
 from groupax.events import Listener, PhaseAdvanced, PhaseStarted, StepStarted
+from groupax.models.vision.processing import prompt_encoder
 from groupax.models.weights.checkpoint import Model
 from groupax.objective.losses import Loss, find_loss, zero_metrics
 from groupax.objective.variants import dft_loss, nll_loss
@@ -135,7 +137,7 @@ class SFTTrainer(Trainer):
         self.emit(PhaseStarted("encoding the examples"))
         examples = self._load(train_dataset, "train_dataset", TRAIN_SPLITS)
         self.examples = self.encode(examples, describe_source(train_dataset, "train_dataset"))
-        self.first_prompt = prompt_of(examples[0], args.dataset_text_field)
+        self.first_prompt = without_images(prompt_of(examples[0], args.dataset_text_field))
         self.eval_examples = {} if eval_dataset is None else self._encode_sets(eval_dataset)
         self.emit(PhaseStarted("preparing the devices"))
         self.steps_per_epoch, self.num_steps = supervised_steps(args, len(self.examples))
@@ -166,7 +168,7 @@ class SFTTrainer(Trainer):
                 stop.check()
                 self.emit(StepStarted(self.cursor.step))
                 sequences = [self.examples.sequences[index] for index in self.visited(self.cursor.step)]
-                rows = rows_of(sequences)
+                rows = rows_of(sequences, self.examples.images)
                 update = self._update(rows, sequences)
                 self._log(update)
                 if not update.applied:
@@ -225,7 +227,7 @@ class SFTTrainer(Trainer):
         size, totals, num_tokens = self.args.batch_size, [0.0, 0.0], 0
         self.emit(PhaseStarted(f"evaluating: {name}", len(examples)))
         for start in range(0, len(examples), size):
-            rows = rows_of(examples.sequences[start : start + size])
+            rows = rows_of(examples.sequences[start : start + size], examples.images)
             values = self.learner.logprobs(self.learner.policy, rows)
             for index, own in enumerate(values):
                 totals[index] += sum(float(x[row.mask].sum()) for x, row in zip(own, rows, strict=True))
@@ -236,7 +238,8 @@ class SFTTrainer(Trainer):
     # -- its parts -------------------------------------------------------------------------------------------------
 
     def _load(self, dataset: Any, name: str, splits: Sequence[str]) -> Examples:
-        return load_examples(dataset, name, splits, columns_of_examples(self.args.part(ExampleSettings)))
+        sees_images = self.start_model.config.vision is not None
+        return load_examples(dataset, name, splits, columns_of_examples(self.args.part(ExampleSettings)), sees_images)
 
     def _encode_sets(self, dataset: Any) -> dict[str, TrainingSet]:
         encoded = {}
@@ -248,7 +251,9 @@ class SFTTrainer(Trainer):
     def encode(self, examples: Examples, name: str) -> TrainingSet:
         """Returns examples as tokens; `name` is that of their dataset, for errors."""
         settings, config = self.args.part(ExampleSettings), self.start_model.config
-        encoded = encode_training_set(examples, self.tokenizer, settings, config.max_positions, name)
+        model, cache_bytes = self.start_model, int(self.args.image_cache_gb * 1e9)
+        encoder = prompt_encoder(config.vision, model.source, self.tokenizer, cache_bytes)
+        encoded = encode_training_set(examples, self.tokenizer, settings, config.max_positions, name, encoder)
         largest = max(int(example.ids.max()) for sequence in encoded.sequences for example in sequence)
         if largest >= config.vocab_size:
             raise ValueError(
@@ -263,7 +268,8 @@ class SFTTrainer(Trainer):
         """Returns everything that a resumed run must have in common with this one."""
         examples = [example for sequence in self.examples.sequences for example in sequence]
         tokens = [array for example in examples for array in (example.ids, example.learned)]
-        return identity_of(self.args, self.start_model, self.tokenizer, tokens, (), self.num_steps)
+        images = () if self.examples.images is None else self.examples.images.digests
+        return identity_of(self.args, self.start_model, self.tokenizer, tokens, (), self.num_steps, images)
 
     def restore(self, saved: Saved) -> None:
         """Continues from a checkpoint, after the learner did."""

@@ -228,6 +228,7 @@ class SFTConfig(
     CheckpointSettings,
     EvaluationSchedule,
     UpdateSettings,
+    VisionSettings,
     MeshSettings,
     OptimizerSettings,
     LearningRateSettings,

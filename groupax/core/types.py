@@ -54,7 +54,7 @@ class Image:
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
-    """The images of one prompt, and where its tokens stand for their features (see `models.vision.placement`).
+    """The images of a prompt or example, and where its tokens stand for their features (see `models.vision.placement`).
 
     Attributes:
         images: The images in their order.
@@ -246,7 +246,7 @@ class Row:
             by layer; -1 where they were not recorded. None leaves all choices to the model that is trained.
         is_failure: Whether it counts nowhere, as if it had never been, not even in the number of rows.
         is_branch: Whether it is a further stream of the episode of the row before.
-        images: Images of the prompt; None for a prompt of text.
+        images: Images of the prompt, and of a supervised example's completion; None without any.
     """
 
     group: int

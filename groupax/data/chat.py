@@ -39,9 +39,14 @@ def check_messages(
         _check_message(message, f"{name}: message {number} of {len(messages)}", with_images)
         for number, message in enumerate(messages, 1)
     ]
-    if not may_be_empty and not any("".join(message_texts(message)).strip() for message in checked):
+    if not may_be_empty and not any("".join(message_texts(each)).strip() or has_image(each) for each in checked):
         raise ValueError(f"{name} is empty: no message has any text: {short_repr(messages)}")
     return checked
+
+
+def has_image(message: Mapping[str, Any]) -> bool:
+    """Returns whether a checked message has a place for an image."""
+    return isinstance(message.get("content"), list) and IMAGE_PART in message["content"]
 
 
 def _check_message(given: Mapping[str, Any], where: str, with_images: bool) -> dict[str, Any]:

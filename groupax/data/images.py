@@ -25,16 +25,17 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_BYTES = 1 << 26  # of a file
 MAX_PIXELS = 50_000_000
 MAX_IMAGES = 256  # of a prompt
+TALKS = ("prompt", "messages", "completion")  # columns of messages
 PARTS = ("image", "image_url")  # types of the parts of a message that are images
 URL = "data:"
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # of PIL images that are written as they are
 
 
 def has_images(row: Mapping[str, Any]) -> bool:
-    """Returns whether a row has an image in a column or in a message of its prompt."""
+    """Returns whether a row has an image in a column or in a message of its prompt or example."""
     if any(is_filled(row.get(column)) for column in COLUMNS):
         return True
-    return any(map(_is_image, _all_parts(_messages(row.get("prompt")))))
+    return any(_is_image(part) for column in TALKS for part in _all_parts(_messages(row.get(column))))
 
 
 def is_filled(value: Any) -> bool:
@@ -191,8 +192,8 @@ def _absolute_row(row: dict[str, Any], folder: Path) -> dict[str, Any]:
         return {**part, "image": _absolute(part["image"], folder)} if is_one else part
 
     columns = {column: _absolute(row[column], folder) for column in COLUMNS if column in row}
-    prompt = row.get("prompt")
-    return {**row, **columns, **({"prompt": _with_parts(prompt, absolute)} if isinstance(prompt, list) else {})}
+    talks = {name: row[name] for name in TALKS if isinstance(row.get(name), list)}
+    return {**row, **columns, **{name: _with_parts(talk, absolute) for name, talk in talks.items()}}
 
 
 def _absolute(value: Any, folder: Path) -> Any:

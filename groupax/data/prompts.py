@@ -45,12 +45,13 @@ class ImageRows:
 class ImagesOfPrompts:
     """The images of prompts by index, read and processed when they are needed; the last ones used are kept in memory.
 
-    `digests` has those of the images of each prompt, none for a prompt of text.
+    `rows` returns a row with its images by index (see `ImageRows`), and `digests` has those of the images of each
+    prompt, none for a prompt of text.
     """
 
     def __init__(
         self,
-        rows: ImageRows,
+        rows: Any,
         encoder: Any,
         token_ids: Sequence[np.ndarray],
         digests: Sequence[tuple[str, ...]],
@@ -71,7 +72,7 @@ class ImagesOfPrompts:
                 return self._kept[index]
         found = self._encoder.place(self._token_ids[index], images_of(self._rows[index]))
         if tuple(image.digest for image in found.images) != self.digests[index]:
-            raise ValueError(f"an image of prompt {index} has changed since the start of the run; restore its file")
+            raise ValueError(f"an image of row {index} has changed since the start of the run; restore its file")
         self.keep(index, found)
         return found
 

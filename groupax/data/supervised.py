@@ -16,16 +16,20 @@ from groupax.core.settings.rollouts import check_template_kwargs
 from groupax.core.settings.sft import ExampleSettings
 from groupax.core.types import Prompt, Row
 from groupax.data.chat import Conversation, render_all
+from groupax.data.example_images import ExampleImages, read_examples
 from groupax.data.examples import Examples, tools_of_rows
-from groupax.data.prompts import row_template_kwargs
+from groupax.data.images import has_images
+from groupax.data.prompts import ImagesOfPrompts, row_template_kwargs
 from groupax.data.tokenizer import encode_texts, is_conversational, rust_errors
 
 TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 START, END = "\ue0f0", "\ue0f1"  # written in place of the tags; for private use, so that texts hardly have them
-Spans = list[tuple[int, int]]
+Spans = Sequence[tuple[int, int]]
 
 
-def render_with_spans(tokenizer: Any, conversations: Sequence[Conversation]) -> tuple[list[str], list[Spans]]:
+def render_with_spans(
+    tokenizer: Any, conversations: Sequence[Conversation], with_images: bool = False
+) -> tuple[list[str], Sequence[Spans]]:
     """Renders conversations, and returns where in each text the assistant's parts start and end.
 
     They are what the chat template puts between {% generation %} and {% endgeneration %}. A template without these tags
@@ -33,11 +37,11 @@ def render_with_spans(tokenizer: Any, conversations: Sequence[Conversation]) -> 
     """
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     if not TAG.search(template):
-        texts = render_all(tokenizer, conversations, add_generation_prompt=False)
-        return texts, _spans_of_prefixes(tokenizer, conversations, texts)
+        texts = render_all(tokenizer, conversations, add_generation_prompt=False, with_images=with_images)
+        return texts, _spans_of_prefixes(tokenizer, conversations, texts, with_images)
     marking = copy.copy(tokenizer)
     marking.chat_template = TAG.sub(_marker, template)
-    marked = render_all(marking, conversations, add_generation_prompt=False)
+    marked = render_all(marking, conversations, add_generation_prompt=False, with_images=with_images)
     return [text.replace(START, "").replace(END, "") for text in marked], [_marked_spans(text) for text in marked]
 
 
@@ -76,7 +80,9 @@ def _marked_spans(text: str) -> Spans:
     return spans
 
 
-def _spans_of_prefixes(tokenizer: Any, conversations: Sequence[Conversation], texts: Sequence[str]) -> list[Spans]:
+def _spans_of_prefixes(
+    tokenizer: Any, conversations: Sequence[Conversation], texts: Sequence[str], with_images: bool
+) -> list[list[tuple[int, int]]]:
     turns = [
         (index, number)
         for index, each in enumerate(conversations)
@@ -87,9 +93,9 @@ def _spans_of_prefixes(tokenizer: Any, conversations: Sequence[Conversation], te
     def rendered(shift: int, add_generation_prompt: bool) -> list[str]:
         chosen = [(conversations[index], number + shift) for index, number in turns]
         parts = [replace(each, messages=list(each.messages[:end])) for each, end in chosen]
-        return render_all(tokenizer, parts, add_generation_prompt)
+        return render_all(tokenizer, parts, add_generation_prompt, with_images=with_images)
 
-    spans: list[Spans] = [[] for _ in conversations]
+    spans: list[list[tuple[int, int]]] = [[] for _ in conversations]
     for (index, number), before, after in zip(turns, rendered(0, True), rendered(1, False), strict=True):
         if not (texts[index].startswith(after) and after.startswith(before)):
             raise ValueError(
@@ -111,6 +117,7 @@ class TokenExample:
 
     ids: Int[np.ndarray, "T"]
     learned: Bool[np.ndarray, "T"]  # counts in the loss; never the first of a sequence, which nothing predicts
+    number: int | None = None  # of its images in `TrainingSet.images`; None for a text
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +128,7 @@ class TrainingSet:
     num_dropped: int  # examples without a token to learn, which are left out
     num_truncated: int  # examples that were cut off
     max_length: int  # longest sequence allowed, in tokens
+    images: ImagesOfPrompts | None = None  # of each example; None if all are texts
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -154,6 +162,8 @@ def right_answers(items: Examples, name: str) -> list[dict[str, Any]]:
     """
     found = {}
     for item in (items[index] for index in range(len(items))):
+        if has_images(item) or has_images(item.get("columns") or {}):
+            raise ValueError(f"{name}: its items have images, which evaluations do not keep; give messages with them")
         for each in item["completions"] or ():
             if isinstance(each, Mapping) and each.get("solved"):
                 said = [{"role": "assistant", "content": each["text"]}]
@@ -168,23 +178,34 @@ def right_answers(items: Examples, name: str) -> list[dict[str, Any]]:
 
 
 def encode_training_set(
-    examples: Examples, tokenizer: Any, settings: ExampleSettings, max_positions: int, name: str
+    examples: Examples, tokenizer: Any, settings: ExampleSettings, max_positions: int, name: str, encoder: Any = None
 ) -> TrainingSet:
     """Returns examples as sequences of tokens.
 
     An example is a conversation (`messages`), a `prompt` with a `completion`, both texts or lists of messages, a text,
     or `input_ids`, with `labels` that are -100 where a token is not learned. Texts and completions end with the
     tokenizer's end-of-sequence token. Of an item of `groupax eval` each completion that is right is an example.
+    `encoder` is that of a model that sees images (`models.vision.processing.PromptEncoder`); tokens that stand for
+    images are not learned.
     """
+    if "completions" in examples[0] and "completion" not in examples[0]:
+        examples = right_answers(examples, name)
     max_length = min(settings.max_length or max_positions, max_positions)
     strategy = settings.packing_strategy if settings.packing else None
-    encoded = list(_encoded(examples, tokenizer, settings, name))
+    column = _column_of(examples[0], settings, name)
+    if encoder is None:
+        rows, seen = [examples[index] for index in range(len(examples))], None
+    else:
+        rows, seen = read_examples(examples, column, encoder, name)
+    encoded = list(_encoded(rows, column, tokenizer, settings, name, seen))
+    if seen is not None:
+        encoded = [_placed(seen, index, example, max_length, strategy) for index, example in enumerate(encoded)]
     num_truncated = 0
     if strategy == "wrapped":  # before the first tokens are left out, so that those within a sequence are learned
         encoded = list(_wrapped(encoded, max_length))
     elif strategy != "bfd_split":
         num_truncated = sum(len(example.ids) > max_length for example in encoded)
-        encoded = [TokenExample(each.ids[:max_length], each.learned[:max_length]) for each in encoded]
+        encoded = [replace(each, ids=each.ids[:max_length], learned=each.learned[:max_length]) for each in encoded]
     encoded = [*map(_without_first, encoded)]
     kept = [example for example in encoded if example.learned.any()]
     if not kept:
@@ -194,26 +215,51 @@ def encode_training_set(
         )
     is_packed = strategy in ("bfd", "bfd_split")
     sequences = list(_packed(encoded, max_length)) if is_packed else [[example] for example in kept]
-    return TrainingSet(sequences, len(encoded) - len(kept), num_truncated, max_length)
+    images = None if seen is None else seen.of_tokens([example.ids for example in encoded])
+    return TrainingSet(sequences, len(encoded) - len(kept), num_truncated, max_length, images)
 
 
-def rows_of(sequences: Sequence[Sequence[TokenExample]]) -> list[Row]:
-    """Returns the examples of sequences as rows, whose prompt is what precedes the first learned token."""
-    numbers: dict[bytes, int] = {}  # rows of one number share the computation of their prompt
+def _placed(
+    seen: ExampleImages, index: int, example: TokenExample, max_length: int, strategy: str | None
+) -> TokenExample:
+    """Returns an example that learns no tokens that stand for images, after checks that it has its images whole."""
+    is_image = seen.check(index, example.ids, example.learned)
+    if not seen.digests[index]:
+        return example
+    with seen.naming(index):
+        if strategy == "wrapped" or (strategy == "bfd_split" and len(example.ids) > max_length):
+            raise ValueError(f"it has images, and packing_strategy {strategy!r} would cut it; set it to 'bfd'")
+        if is_image[max_length:].any():
+            raise ValueError(
+                f"it has {len(example.ids)} tokens, and would be cut before the end of its last image; raise "
+                f"max_length ({max_length}), or give smaller images"
+            )
+    return replace(example, learned=example.learned & ~is_image, number=index)
+
+
+def rows_of(sequences: Sequence[Sequence[TokenExample]], images: ImagesOfPrompts | None = None) -> list[Row]:
+    """Returns the examples of sequences as rows, whose prompt is what precedes the first learned token.
+
+    Rows have their `images` if these are given.
+    """
+    numbers: dict[tuple[bytes, tuple[str, ...]], int] = {}  # rows of one number share the computation of their prompt
     rows = []
     for example in (example for sequence in sequences for example in sequence):
+        seen = None if images is None or example.number is None else images[example.number]
+        digests = () if seen is None else tuple(image.digest for image in seen.images)
         positions = np.flatnonzero(example.learned)
         first, end = int(positions[0]), int(positions[-1]) + 1
         prompt, completion = example.ids[:first], example.ids[first:end]
         ones = np.ones(end - first, np.float32)
         rows.append(
             Row(
-                group=numbers.setdefault(prompt.tobytes(), len(numbers)),
+                group=numbers.setdefault((prompt.tobytes(), digests), len(numbers)),
                 prompt=prompt,
                 completion=completion,
                 mask=example.learned[first:end],
                 advantages=ones,
                 rollout_logp=0 * ones,  # no engine has sampled them
+                images=seen,
             )
         )
     return rows
@@ -242,7 +288,7 @@ def _blocks(examples: Sequence[TokenExample]) -> Iterator[Sequence[TokenExample]
 def _pieces(example: TokenExample, max_length: int) -> Iterator[TokenExample]:
     for start in range(0, len(example.ids), max_length):
         chosen = slice(start, start + max_length)
-        yield TokenExample(example.ids[chosen], example.learned[chosen])
+        yield replace(example, ids=example.ids[chosen], learned=example.learned[chosen])
 
 
 def _best_fit_decreasing(examples: Sequence[TokenExample], max_length: int) -> list[list[TokenExample]]:
@@ -271,50 +317,65 @@ def _best_fit_decreasing(examples: Sequence[TokenExample], max_length: int) -> l
 
 def _without_first(example: TokenExample) -> TokenExample:
     """Returns a sequence, or its first example, whose first token is not learned."""
-    return TokenExample(example.ids, example.learned & (np.arange(len(example.ids)) > 0))
+    return replace(example, learned=example.learned & (np.arange(len(example.ids)) > 0))
 
 
-def _encoded(examples: Examples, tokenizer: Any, settings: ExampleSettings, name: str) -> Iterator[TokenExample]:
-    """Yields all examples as tokens; a first token counts as learned if only its place speaks against it."""
-    if "completions" in examples[0] and "completion" not in examples[0]:
-        examples = right_answers(examples, name)
-    first, text_field = examples[0], settings.dataset_text_field
+def _column_of(first: Mapping[str, Any], settings: ExampleSettings, name: str) -> str:
+    """Returns the column that says of what kind all examples are, given the first one."""
     has_completions = "prompt" in first and "completion" in first
     if settings.completion_only_loss and not has_completions:
         raise ValueError(
             f"{name}: completion_only_loss needs examples with prompt and completion, and they have "
             f"{', '.join(map(str, first)):.200}; set it to False, or give such examples"
         )
-    rows = [examples[index] for index in range(len(examples))]
-    names = [f"{name} {index}" for index in range(len(rows))]
-    if "input_ids" in first:
-        yield from map(_given, rows, names)
-    elif has_completions:
-        yield from _completions(rows, names, tokenizer, settings)
-    elif "messages" in first:
-        conversations = _as_conversations([row["messages"] for row in rows], rows, names, settings)
-        ids, learned = _conversations(conversations, tokenizer, settings)
-        yield from map(TokenExample, ids, learned)
-    elif text_field in first:
-        _refuse_settings_of_templates(settings, rows, name)
-        texts = [_ended(row[text_field], tokenizer, row_name) for row, row_name in zip(rows, names, strict=True)]
-        for ids in encode_texts(tokenizer, texts, [False] * len(texts)):
-            yield TokenExample(ids, np.ones(len(ids), bool))
-    else:
+    known = "input_ids", "completion" if has_completions else "messages", "messages", settings.dataset_text_field
+    found = next((column for column in known if column in first), None)
+    if found is None:
         raise ValueError(f"{name} has prompts without completions; give a column completion, or messages")
+    return found
+
+
+def _encoded(
+    rows: Sequence[Mapping[str, Any]],
+    column: str,
+    tokenizer: Any,
+    settings: ExampleSettings,
+    name: str,
+    seen: ExampleImages | None,
+) -> Iterator[TokenExample]:
+    """Yields all examples as tokens; a first token counts as learned if only its place speaks against it."""
+    names = [f"{name} {index}" for index in range(len(rows))]
+    if column == "input_ids":
+        yield from map(_given, rows, names)
+    elif column == "completion":
+        yield from _completions(rows, names, tokenizer, settings, seen)
+    elif column == "messages":
+        conversations = _as_conversations([row["messages"] for row in rows], rows, names, settings)
+        ids, learned = _conversations(conversations, tokenizer, settings, seen)
+        yield from map(TokenExample, ids, learned)
+    else:
+        _refuse_settings_of_templates(settings, rows, name)
+        texts = [_ended(row[column], tokenizer, row_name) for row, row_name in zip(rows, names, strict=True)]
+        for ids in encode_texts(tokenizer, _filled(texts, seen), [False] * len(texts)):
+            yield TokenExample(ids, np.ones(len(ids), bool))
 
 
 def _completions(
-    rows: Sequence[Mapping[str, Any]], names: Sequence[str], tokenizer: Any, settings: ExampleSettings
+    rows: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    tokenizer: Any,
+    settings: ExampleSettings,
+    seen: ExampleImages | None,
 ) -> Iterator[TokenExample]:
     """Yields examples of prompts with completions; these start where prompt and example differ."""
     prompts, completions = ([row[column] for row in rows] for column in ("prompt", "completion"))
     if is_conversational(prompts[0]):
         begun = _as_conversations(prompts, rows, names, settings)
-        prompt_ids = encode_texts(tokenizer, render_all(tokenizer, begun), [True] * len(rows))
+        texts = _filled(render_all(tokenizer, begun, with_images=seen is not None), seen, is_start=True)
+        prompt_ids = encode_texts(tokenizer, texts, [True] * len(rows))
         pairs = zip(begun, completions, strict=True)
         whole = [replace(each, messages=[*each.messages, *completion]) for each, completion in pairs]
-        ids, learned = _conversations(whole, tokenizer, settings)
+        ids, learned = _conversations(whole, tokenizer, settings, seen)
     else:
         _refuse_settings_of_templates(settings, rows, names[0])
         for row_name, prompt in zip(names, prompts, strict=True):
@@ -323,6 +384,7 @@ def _completions(
             prompt + _ended(completion, tokenizer, row_name)
             for prompt, completion, row_name in zip(prompts, completions, names, strict=True)
         ]
+        texts, prompts = _filled(texts, seen), _filled(prompts, seen, is_start=True)
         prompt_ids, ids = (encode_texts(tokenizer, each, [False] * len(rows)) for each in (prompts, texts))
         learned = [np.ones(len(each), bool) for each in ids]
     for start, each, mask in zip(prompt_ids, ids, learned, strict=True):
@@ -331,16 +393,24 @@ def _completions(
         yield TokenExample(each, mask)
 
 
+def _filled(texts: list[str], seen: ExampleImages | None, is_start: bool = False) -> list[str]:
+    """Returns the texts of all examples, or their starts, with those of their images."""
+    return texts if seen is None else [seen.filled(i, text, is_start=is_start)[0] for i, text in enumerate(texts)]
+
+
 def _conversations(
-    conversations: Sequence[Conversation], tokenizer: Any, settings: ExampleSettings
+    conversations: Sequence[Conversation], tokenizer: Any, settings: ExampleSettings, seen: ExampleImages | None
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Returns the token ids of conversations, and which of them are learned."""
     if settings.assistant_only_loss:
-        texts, spans = render_with_spans(tokenizer, conversations)
-        pairs = [learned_tokens(tokenizer, text, own) for text, own in zip(texts, spans, strict=True)]
-        return [ids for ids, _ in pairs], [learned for _, learned in pairs]
-    texts = render_all(tokenizer, conversations, add_generation_prompt=False)
-    ids = encode_texts(tokenizer, texts, [True] * len(texts))
+        texts, spans = render_with_spans(tokenizer, conversations, seen is not None)
+        pairs = [*zip(texts, spans, strict=True)]
+        if seen is not None:
+            pairs = [seen.filled(index, *pair) for index, pair in enumerate(pairs)]
+        found = [learned_tokens(tokenizer, text, own) for text, own in pairs]
+        return [ids for ids, _ in found], [learned for _, learned in found]
+    texts = render_all(tokenizer, conversations, add_generation_prompt=False, with_images=seen is not None)
+    ids = encode_texts(tokenizer, _filled(texts, seen), [True] * len(texts))
     return ids, [np.ones(len(each), bool) for each in ids]
 
 

@@ -186,6 +186,11 @@ def _check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
 
 def tokenizer_for(args: RunConfig, model: Model, given: Any) -> Any:
     """Returns the given tokenizer, or the one in the model's folder."""
+    if hasattr(given, "image_processor"):
+        raise ValueError(
+            "processing_class is a processor of texts and images; give its tokenizer, or None: images are processed as "
+            "the model's folder says, where save_pretrained of a processor writes its settings"
+        )
     if given is not None:
         return prepare_tokenizer(given, args.chat_template)
     if model.source is None:

@@ -19,6 +19,7 @@ LOGP_DRIFT = 0.05  # bfloat16 alone causes about 0.01
 FLOAT32_LOGP_DRIFT = 1e-5  # float32 alone causes about 1e-6
 COLLAPSED = 0.1  # of the entropy at the start
 EARLY_STEPS = 3  # of the start, compared with the last `PATIENCE_STEPS` while there are too few for `START_STEPS`
+DECIDED, SPREAD = 0.6, 0.7  # share of the groups with equal rewards, and of the start's spread between all completions
 NO_GRADIENT = 1e-8  # norm of a gradient that changes nothing
 SLOW_REWARD, SLOW_REWARD_S = 0.3, 0.1  # of the steps' time, and seconds per step
 REWARD_CHANGE = 0.5  # standard deviations of a reward
@@ -31,7 +32,8 @@ SEVERITIES: dict[str, Severity] = {
     **dict.fromkeys(("no_rewards", "rewards_equal", "no_gradient", "kl_runaway", "entropy_collapse"), "error"),
     **dict.fromkeys(("reward_hacking", "learning_rate_zero", "environment_failures", "not_finite"), "error"),
     **dict.fromkeys(("filter_budget", "few_prompts", "all_truncated", "length_explosion", "logp_drift"), "warning"),
-    **dict.fromkeys(("length_collapse", "no_eos", "tool_failures", "decoding_weights", "sequence_weights"), "warning"),
+    **dict.fromkeys(("signal_lost", "length_collapse", "no_eos", "tool_failures", "decoding_weights"), "warning"),
+    "sequence_weights": "warning",
     **dict.fromkeys(("metric_for_best_model", "slow_reward"), "note"),
 }
 PREFIXES: dict[str, Severity] = {"reward ": "error", "tracker_": "note"}  # of names that contain another name
@@ -172,7 +174,8 @@ def step_diagnostics(history: Sequence[Mapping[str, float]], logp_limit: float =
     found |= _of_last_steps(recent, logp_limit) | _gradient(history[:-PATIENCE_STEPS], recent)
     if len(history) >= 2 * START_STEPS:
         start, late = history[:START_STEPS], history[-START_STEPS:]
-        found |= _entropy(start, late) | _trends(start, late)
+        found |= _entropy(start, late) or _signal(start, late)
+        found |= _trends(start, late)
     elif len(history) >= EARLY_STEPS + PATIENCE_STEPS:
         found |= _entropy(history[:EARLY_STEPS], recent)
     differed = any(metrics["frac_reward_zero_std"] < 1.0 for metrics in history[:-PATIENCE_STEPS])
@@ -321,6 +324,20 @@ def _entropy(start: Steps, recent: Steps) -> dict[str, str]:
         "entropy_collapse": f"the entropy fell from {entropy_then:.3g} to {entropy:.3g} nats per token, and the reward "
         f"has not risen ({reward_then:.3g}, now {reward:.3g}): completions hardly differ any more; lower "
         "learning_rate, set entropy_coef, e.g. to 0.001, raise epsilon_high, e.g. to 0.28, or the temperature"
+    }
+
+
+def _signal(start: Steps, recent: Steps) -> dict[str, str]:
+    """Returns a diagnostic of runs in which most prompts have come to be solved always or never."""
+    equal, equal_then = _mean(recent, "frac_reward_zero_std"), _mean(start, "frac_reward_zero_std")
+    spread = _mean(recent, "reward_std") > SPREAD * _mean(start, "reward_std")  # not where all are solved
+    if not (max(DECIDED, 2 * equal_then) < equal < 1.0 and spread):
+        return {}
+    return {
+        "signal_lost": f"in {equal:.0%} of the groups all completions have the same reward ({equal_then:.0%} at the "
+        "start), although prompts differ in theirs: most are solved always or never, and teach nothing; the entropy "
+        f"went from {_mean(start, 'entropy'):.3g} to {_mean(recent, 'entropy'):.3g} nats per token. Raise the "
+        "temperature or num_generations, set entropy_coef, e.g. to 0.001, or filter_zero_variance, or end the run"
     }
 
 

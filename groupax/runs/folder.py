@@ -299,7 +299,8 @@ class RunFolder:
         """Writes the rows of an update that was not finite to `bad_steps/step_N.parquet`, one per completion."""
         path = self.path / "bad_steps" / f"step_{step:06d}.parquet"
         with self._writing():
-            write_records(path, [vars(row) for row in rows])
+            images = [row.images and [image.digest for image in row.images.images] for row in rows]
+            write_records(path, [{**vars(row), "images": own} for row, own in zip(rows, images, strict=True)])
         return path
 
     def settle(self) -> None:

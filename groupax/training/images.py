@@ -1,4 +1,4 @@
-"""Images of the prompts of a micro-batch: the places of their tokens, and what their features are computed from."""
+"""Images of the rows of a micro-batch: the places of their tokens, and what their features are computed from."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +39,9 @@ def with_images(
     groups: Sequence[RowGroup],
     starts: Sequence[int],
 ) -> tuple[RaggedBatch, list[Image]]:
-    """Returns the tokens of a shard with the images of its prompts, of which equal ones have the same features.
+    """Returns the tokens of a shard with the images of its rows, of which equal ones have the same features.
+
+    Rows of one group have the same images in their prompts. Only supervised examples have others in their completions.
 
     Args:
         vision: Architecture of what sees images.
@@ -58,28 +60,33 @@ def with_images(
     num, end = 0, 0
     row_starts = iter(starts)
     for group in groups:
-        own, given = slice(end, end + group.prompt), rows[group.rows[0]].images
+        before, size_of_prompt = end, group.prompt  # which all rows of the group write alike
         end += group.prompt
-        of_rows = [next(row_starts) for _ in group.rows]
-        if given is None:
-            continue
-        placed = continued(given, group.prompt)
-        of_features = np.zeros(sum(given.num_tokens), np.int32)
-        first = 0
-        for image, size in zip(given.images, given.num_tokens, strict=True):
-            if image.digest not in firsts:
-                firsts[image.digest] = num
-                images.append(image)
-                num += size
-            of_features[first : first + size] = firsts[image.digest] + np.arange(size)
-            first += size
-        is_image = placed.feature_index >= 0
-        index[own] = np.where(is_image, of_features[placed.feature_index], -1)
-        blocks[own] = image_blocks(placed.feature_index)
-        if placed.positions is not None:
-            positions[own] = placed.positions.T
-            for start, length in zip(of_rows, group.lengths, strict=True):
-                positions[start : start + length] += given.position_offset
+        for row, start, length in zip(
+            group.rows, row_starts, group.lengths, strict=False
+        ):  # `row_starts` has those of later groups
+            given = rows[row].images
+            if given is None:
+                continue
+            of_features = np.zeros(sum(given.num_tokens), np.int32)
+            first = 0
+            for image, size in zip(given.images, given.num_tokens, strict=True):
+                if image.digest not in firsts:
+                    firsts[image.digest] = num
+                    images.append(image)
+                    num += size
+                of_features[first : first + size] = firsts[image.digest] + np.arange(size)
+                first += size
+            placed = continued(given, size_of_prompt + length)
+            for own, part in (
+                (slice(before, end), slice(size_of_prompt)),
+                (slice(start, start + length), slice(size_of_prompt, None)),
+            ):
+                feature_index = placed.feature_index[part]
+                index[own] = np.where(feature_index >= 0, of_features[feature_index], -1)
+                blocks[own] = image_blocks(feature_index)
+                if placed.positions is not None:
+                    positions[own] = placed.positions[:, part].T
     of_tokens = RaggedImages(index, blocks if vision.sees_whole_images else None)
     if vision.has_grid_positions:
         ragged = replace(ragged, positions=positions)

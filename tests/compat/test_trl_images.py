@@ -1,5 +1,5 @@
 """Steps on prompts with images against recorded ones of TRL 1.16 (see trl_images.py): tokens, pixels, log-probs, loss
-and gradients, of all weights, with the tower run once for the rows of a prompt."""
+and gradients, of all weights, with the tower run once for the rows of a prompt; and supervised ones against TRL."""
 
 import json
 from dataclasses import replace
@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 from transformers import AutoTokenizer
 
+from groupax.compat import trl as groupax_trl
 from groupax.core.settings.objective import ObjectiveSettings
 from groupax.core.types import Row
 from groupax.models.execution import DIRECT
@@ -52,6 +53,37 @@ def case(request, tmp_path_factory):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompts.append(process_images(processor, tokenizer, text, row["images"]))
     return family, recorded, model, prompts
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+def test_losses_of_supervised_examples_are_those_of_trl(tmp_path):
+    theirs, datasets, torch = (pytest.importorskip(name) for name in ("trl", "datasets", "torch"))
+    torch.set_num_threads(1)
+    folder, images = tmp_path / "model", [image for own in trl.pictures() for image in own]
+    trl.make_folder("idefics3", folder)
+    shapes = CASES["idefics3"]["shapes"].items()
+    save_file({name: trl.weight(name, tuple(shape)) for name, shape in shapes}, folder / "model.safetensors")
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"What {number}?"}],
+            "completion": [{"role": "assistant", "content": ["a cat", "a dog"][number % 2]}],
+            "images": [images[number % 3]],
+        }
+        for number in range(6)
+    ]
+    settings = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "learning_rate": 1e-2, "logging_steps": 1}
+    settings |= {"bf16": False, "disable_tqdm": True, "save_strategy": "no", "gradient_checkpointing": False}
+    settings |= {"max_length": None, "report_to": "none"}
+    logs = []
+    for library, more in ((theirs, {"use_cpu": True, "model_init_kwargs": {"dtype": "float32"}}), (groupax_trl, {})):
+        config = library.SFTConfig(str(tmp_path / library.__name__), **settings, **more)
+        trainer = library.SFTTrainer(str(folder), config, train_dataset=datasets.Dataset.from_list(rows))
+        trainer.train()
+        logs.append(trainer.state.log_history)
+    for name in ("loss", "grad_norm", "num_tokens"):
+        expected, found = ([line[name] for line in log if name in line] for log in logs)
+        np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4, err_msg=name)
 
 
 def trained_rows(recorded, prompts):

@@ -108,27 +108,27 @@ LINES = {
     "cli": 2580,
     "compat": 3780,
     "core": 3460,
-    "data": 3290,
+    "data": 3520,
     "engine": 4300,
     "episodes": 3250,
     "evaluation": 640,
     "events": 210,
-    "models": 10330,
+    "models": 10350,
     "objective": 950,
     "parallel": 1980,
     "recipes": 1120,
     "rewards": 3530,
     "rollouts": 970,
-    "runs": 5970,
+    "runs": 6000,
     "satellites": 7490,
     "serve": 4240,
-    "sft": 310,
+    "sft": 320,
     "tools": 1240,
     "trainer": 424,
     "training": 2070,
 }
-TEST_LINES = 31723
-FILES = 328
+TEST_LINES = 31880
+FILES = 329
 MODULES = 191  # that groupax.trainer imports, also inside of functions
 
 

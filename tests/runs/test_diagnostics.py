@@ -26,7 +26,7 @@ HEALTHY = {
     "rewards/right/std": 0.4,
     "rewards/form/mean": 0.1,
     "rewards/form/std": 0.2,
-    "frac_reward_zero_std": 0.5,
+    "frac_reward_zero_std": 0.25,
     "completions/clipped_ratio": 0.1,
     "completions/mean_length": 50.0,
     "completions/max_length": 128.0,
@@ -59,6 +59,7 @@ def test_a_healthy_history_has_no_diagnostic():
     assert step_diagnostics([]) == step_diagnostics(a_history(3)) == step_diagnostics(a_history()) == {}
     grown = a_history(entropy=0.01, reward=0.9, kl=0.5, rewards_right_mean=0.9, completions_mean_length=120.0)
     assert step_diagnostics(grown) == {}
+    assert step_diagnostics(a_history(frac_reward_zero_std=0.9, reward=0.95, reward_std=0.1)) == {}
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,7 @@ def test_a_healthy_history_has_no_diagnostic():
         ({"learning_rate": 0.0}, "learning_rate_zero", "learning_rate_end"),
         ({"time_reward_s": 1.0}, "slow_reward", r"waited 5\.0 s of 10\.0 s.*reward_workers"),
         ({"entropy": 0.05}, "entropy_collapse", "from 1 to 0.05 nats.*raise epsilon_high"),
+        ({"frac_reward_zero_std": 0.7}, "signal_lost", r"in 70% .*\(25% at the start\).*from 1 to 1 nats.*coef"),
         ({"rewards_right_mean": 0.1, "rewards_form_mean": 0.4}, "reward_hacking",
          "'form' has risen while 'right' has fallen.*reward_weights"),
         ({"completions_mean_length": 110.0, "completions_clipped_ratio": 0.6}, "length_explosion",

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import zlib
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from groupax import init_model, replay_step
+from groupax import SFTConfig, SFTTrainer, init_model, load_model, replay_step
 from groupax.cli.main import main
 from groupax.core.config import GRPOConfig
 from groupax.core.settings.sampling import SamplingParams
@@ -19,12 +20,13 @@ from groupax.data.chat import check_messages
 from groupax.data.files import read_rows
 from groupax.data.images import images_of, read_image, with_images, without_images
 from groupax.data.prompts import encode_examples
+from groupax.data.supervised import rows_of
 from groupax.engine.engine import Engine, new_sequences
 from groupax.engine.images import check_images, lookup_tokens
 from groupax.engine.prefix_cache import Prefix, PrefixCache
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
-from groupax.models.vision.placement import num_features, place_images
+from groupax.models.vision.placement import continued, num_features, place_images
 from groupax.models.weights.checkpoint import add_adapter
 from groupax.runs.build import learner_settings
 from groupax.training.learner import Learner
@@ -35,6 +37,7 @@ from tests.models.vision_models import (
     an_image,
     config_of,
     model_folder,
+    our_logits,
     random_prompts,
     two_layers,
 )
@@ -355,3 +358,116 @@ def test_prompts_with_images_are_dropped_whole_or_refused_where_they_are_too_lon
     assert (len(run.prompts), run.prompts.num_dropped) == (1, 3)
     with pytest.raises(ValueError, match="rollout_servers receive prompts as text"):
         a_run(tmp_path / "c", model, 1, rollout_servers=("http://localhost:1",))
+
+
+# -- supervised examples
+
+
+def says(words):
+    return [{"role": "assistant", "content": words}]
+
+
+TALK = [*user({"type": "image"}, text("A?")), *says("Ab"), *user({"type": "image"}, text("B?")), *says("Cd")]
+TALKS = [
+    {"messages": TALK, "images": [an_image(0), an_image(1)]},
+    {"messages": [*user(text("Text?")), *says("Ef")], "images": []},
+    {"messages": [*user(text("X"), {"type": "image", "image": png(an_image(2))}), *says("Gh")], "images": None},
+]
+PAIRS = [
+    {"prompt": [{"role": "user", "content": "A?"}], "completion": says("Ab"), "image": an_image(i)} for i in (0, 1, 0)
+]
+
+
+def supervised(folder, model, rows, **settings):
+    given = {"batch_size": 3, "max_steps": 4, "learning_rate": 1e-3, "progress_bar": "none", **settings}
+    return SFTTrainer(str(model), SFTConfig(output_dir=str(folder), **given), rows)
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.heavy
+@pytest.mark.parametrize("settings", [{}, {"assistant_only_loss": True}, {"packing": True}, None], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_supervised_examples_have_the_log_probs_of_whole_rows(tmp_path, family, settings):
+    folder = model_folder(family, tmp_path / "model")
+    rows = PAIRS if settings is None else TALKS
+    if family == "gemma3" and settings is not None:
+        with pytest.raises(ValueError, match="train_dataset 0 has an image after the first token to learn"):
+            supervised(tmp_path / "run", folder, rows, **settings)
+        return
+    trainer = supervised(tmp_path / "run", folder, rows, **settings or {})
+    found = rows_of(trainer.examples.sequences, trainer.examples.images)
+    assert sum(len(row.images.images) for row in found if row.images) == 3
+    logps, _ = trainer.learner.logprobs(trainer.learner.policy, found)
+    prompts = [np.concatenate([row.prompt, row.completion]) for row in found]
+    nothing = place_images(trainer.start_model.config.vision, np.zeros(0, np.int32), [])
+    placed = [(ids, continued(row.images or nothing, len(ids))) for ids, row in zip(prompts, found, strict=True)]
+    learned = []
+    for row, own, logits in zip(found, logps, our_logits(load_model(folder), placed), strict=True):
+        size, tokenizer = len(row.prompt), trainer.tokenizer
+        rest = jax.nn.log_softmax(logits[size - 1 : -1])[np.arange(len(row.completion)), row.completion]
+        np.testing.assert_allclose(own[row.mask], rest[row.mask], atol=1e-5)
+        learned.append(tokenizer.decode(row.completion[row.mask]))
+    assert not any(name in words for words in learned for name in ("<image", "_pad", "soft_token"))
+    if settings == {"assistant_only_loss": True}:
+        assert sorted(words.replace(" ", "") for words in learned) == ["AbCd", "Ef", "Gh"]
+
+
+def test_an_example_is_the_same_in_whatever_form_its_image_is_given(tmp_path):
+    model, image, file = model_folder("smolvlm", tmp_path / "model"), an_image(0), tmp_path / "rows.jsonl"
+    image.save(tmp_path / "a.png")
+    place, plain = {"type": "image", "text": None}, {"role": "user", "content": "A?"}
+    file.write_text(json.dumps({"messages": [*user({"type": "image", "image": "a.png"}, text("A?")), *says("Ab")]}))
+    forms = [
+        [{"messages": [*user({**place, "image": png(image)}, text("A?")), *says("Ab")]}],
+        [{"messages": [plain, *says("Ab")], "image": image, "prompt": "ignored"}],
+        datasets.Dataset.from_list([{"messages": [plain, *says("Ab")], "images": [image]}]),
+        str(file),
+        [{"prompt": [plain], "completion": says("Ab"), "image": image}],
+        [{"text": "user: <image>A?assistant: Ab", "image": image}],
+        [{"prompt": "user: <image>A?assistant: ", "completion": "Ab", "image": image}],
+    ]
+    first, *others = (supervised(tmp_path / str(i), model, form).examples for i, form in enumerate(forms))
+    [[example]] = first.sequences
+    for each in others:
+        [[other]] = each.sequences
+        np.testing.assert_array_equal(other.ids[: len(example.ids)], example.ids)
+        assert each.images.digests == first.images.digests
+    alone = [forms[4][0] | {"prompt": user(place)}]
+    [[of_image]] = supervised(tmp_path / "alone", model, alone).examples.sequences
+    assert of_image.learned.sum() == len(" Ab")
+
+
+@pytest.mark.heavy
+def test_supervised_training_with_images_resumes_bit_for_bit(tmp_path):
+    model = model_folder("qwen2_5_vl", tmp_path / "model")
+    whole = supervised(tmp_path / "whole", model, PAIRS, freeze_vision_tower=False)
+    losses = [whole.evaluate(PAIRS).metrics["loss"]]
+    whole.train()
+    assert whole.evaluate(PAIRS).metrics["loss"] < losses[0]
+    half = {"freeze_vision_tower": False, "save_steps": 1}
+    supervised(tmp_path / "half", model, PAIRS, **half, max_steps=2).train()
+    resumed = supervised(tmp_path / "half", model, PAIRS, **half, image_cache_gb=0.0)
+    resumed.train()
+    assert resumed.learner.digest() == whole.learner.digest()
+    changed = [{**row, "image": an_image(9)} for row in PAIRS]
+    with pytest.raises(ValueError, match="train_dataset"):
+        supervised(tmp_path / "half", model, changed, **half, max_steps=6, resume=str(tmp_path / "half")).train()
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "fault"),
+    [
+        (TALKS, {"max_length": 8}, r"train_dataset 0: it has \d+ tokens, and would be cut before the end of its last"),
+        (TALKS, {"packing": True, "packing_strategy": "wrapped"}, "train_dataset 0: it has images, and packing_strat"),
+        (TALKS, {"packing": True, "packing_strategy": "bfd_split", "max_length": 40}, "'bfd_split' would cut it"),
+        ([{"input_ids": [1, 2], "image": an_image(0)}], {}, "train_dataset 0 has images and input_ids"),
+        ([PAIRS[0] | {"completion": "text"}], {}, r"train_dataset 0.*must be a .* list of messages|could not|str"),
+        ([{"text": "<image> <fake_token_around_image>", "image": None}], {}, "its text has 1 tokens that stand"),
+        ([{"messages": TALK, "image": an_image(0)}], {}, "has 1 images in its column and 2 parts"),
+        ([{"text": "no place", "image": an_image(0)}], {}, "train_dataset 0: the text has 0 placeholders"),
+        ([{"text": "<image>"}], {}, "train_dataset 0: it has no images, and its text has 1 tokens"),
+    ],
+)
+def test_supervised_examples_whose_images_do_not_fit_are_refused(tmp_path, rows, settings, fault):
+    with pytest.raises(ValueError, match=fault):
+        supervised(tmp_path / "run", model_folder("smolvlm", tmp_path / "model"), rows, **settings)

@@ -180,6 +180,7 @@ class TrainingArguments(Arguments):
         return {
             "attn_implementation": native_attention(model_settings.get("attn_implementation")),
             "gradient_checkpointing": "auto" if recomputes is None else "full" if recomputes else "none",
+            "freeze_vision_tower": False,
             "dtype": "auto" if self.fp16 else {None: "auto", True: "bfloat16", False: "float32"}[self.bf16],
             **({"mesh": mesh, "mesh_replicate": tuple(RULES)} if mesh else {}),
         }

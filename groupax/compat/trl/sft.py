@@ -180,7 +180,8 @@ class SFTTrainer(BaseTrainer):
             raise ValueError("a stream has no length; give rows, e.g. Dataset.from_list(list(dataset.take(10_000)))")
         if self.args.shuffle_dataset:  # as `datasets` shuffles
             order = np.random.default_rng(self.args.seed).permutation(len(dataset))
-            dataset = [dataset[int(index)] for index in order]
+            chosen = order.tolist()
+            dataset = dataset.select(chosen) if hasattr(dataset, "select") else [dataset[index] for index in chosen]
         if self._formatting_func is not None:
             return [{self.args.dataset_text_field: self._formatting_func(row)} for row in dataset]
         return dataset

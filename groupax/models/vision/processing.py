@@ -114,19 +114,35 @@ def process_images(
     Raises:
         ValueError: The text has more or fewer placeholders than there are images, or other image tokens.
     """
-    between = text.split(processor.placeholder)
-    if len(between) != len(images) + 1:
-        raise ValueError(
-            f"the prompt has {len(between) - 1} placeholders ({processor.placeholder}) for {len(images)} images; give "
-            "each image its place, as a part {'type': 'image'} of a message"
-        )
     processed = [each if isinstance(each, tuple) else process_image(processor, each) for each in images]
-    parts = [between[0]]
-    for (_, own), after in zip(processed, between[1:], strict=True):
-        parts += [own, after]
-    [ids] = token_ids(tokenizer, ["".join(parts)], add_special_tokens)
+    text, _ = fill_placeholders(processor, text, [own for _, own in processed])
+    [ids] = token_ids(tokenizer, [text], add_special_tokens)
     ids = np.asarray(ids, np.int32)
     return ids, place_images(processor.config, ids, [image for image, _ in processed])
+
+
+def fill_placeholders(
+    processor: ImageProcessor, text: str, own: Sequence[str], spans: Sequence[tuple[int, int]] = ()
+) -> tuple[str, list[tuple[int, int]]]:
+    """Returns a text with those of its images in place of their placeholders, and where spans of it are then.
+
+    Raises:
+        ValueError: The text has more or fewer placeholders than there are images.
+    """
+    place = processor.placeholder
+    between = text.split(place)
+    if len(between) != len(own) + 1:
+        raise ValueError(
+            f"the text has {len(between) - 1} placeholders ({place}) for {len(own)} images; give each image its place: "
+            "as a part {'type': 'image'} of a message, or as the placeholder in a text"
+        )
+
+    def moved(index: int) -> int:
+        num = text.count(place, 0, index)
+        return index + sum(map(len, own[:num])) - num * len(place)
+
+    filled = between[0] + "".join(each + after for each, after in zip(own, between[1:], strict=True))
+    return filled, [(moved(start), moved(end)) for start, end in spans]
 
 
 def cut_patches(config: VisionConfig, pixels: Float[np.ndarray, "I C H W"]) -> Image:
@@ -240,8 +256,18 @@ class PromptEncoder:
 
     def place(self, token_ids: Int[np.ndarray, "S"], images: Sequence[Any]) -> PromptImages:
         """Returns the images of a prompt that was encoded before."""
-        processed = [process_image(self.processor, image)[0] for image in images]
-        return place_images(self.config, token_ids, processed)
+        return place_images(self.config, token_ids, [image for image, _ in self.process(images)])
+
+    def process(self, images: Sequence[Any]) -> list[tuple[Image, str]]:
+        """Returns PIL images as patches, and the text that takes the place of each placeholder."""
+        return [process_image(self.processor, image) for image in images]
+
+    def fill(
+        self, text: str, own: Sequence[str], spans: Sequence[tuple[int, int]] = (), is_start: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Returns a text, or its start, with the texts of its images (see `fill_placeholders`)."""
+        own = own[: text.count(self.processor.placeholder)] if is_start else own
+        return fill_placeholders(self.processor, text, own, spans)
 
     def check_text(self, token_ids: Int[np.ndarray, "S"]) -> None:
         """Raises a ValueError if a prompt without images has tokens that stand for images."""
