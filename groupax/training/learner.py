@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -97,7 +97,8 @@ class Learner:
         reference: weights of the reference, which for an adapter are its base; None if `beta` is 0. With
             `offload_reference` they are in host memory (see `reference_on_devices`).
         execution: how the programs are executed, with what the backward pass recomputes.
-        shapes: shapes of the micro-batches so far, for which there are compiled programs.
+        shapes: shapes of the micro-batches so far, for which there are compiled programs, each with the number of
+            updates before its first one.
         num_updates: optimizer steps that changed the weights.
         entropy: state of the entropy bonus.
         device_lock: held while a program runs, so that no other one on these devices comes between.
@@ -144,7 +145,7 @@ class Learner:
         checkpointing = memory.checkpointing(choice, settings.micro_batch_tokens)
         self.execution = execution_for(device.platform, checkpointing, scans, fused, reduce_dtype)
         self.num_shards = num_data_shards(self.mesh)
-        self.shapes: list[Shape] = []
+        self.shapes: Mapping[Shape, int] = {}
         self.entropy = EntropyState(settings.entropy.entropy_coef)
         self.device_lock: AbstractContextManager[object] = nullcontext()
 
@@ -346,16 +347,18 @@ class Learner:
 
     def _pack(self, rows: Sequence[Row]) -> list[Packed]:
         cost, share_prefix = attention_cost_with(self.execution.attention), self.settings.share_prefix
-        packed, self.shapes = pack(
+        packed, shapes = pack(
             rows,
             self.num_shards,
             self.micro_batch_tokens,
-            self.shapes,
+            list(self.shapes),
             share_prefix,
             self.longest,
             cost,
             self.config.vision,
+            served=self.num_updates - max(self.shapes.values(), default=self.num_updates),
         )
+        self.shapes = {shape: self.shapes.get(shape, self.num_updates) for shape in shapes}
         return packed
 
     def _with_features(self, packed: Packed, params: Params, is_differentiated: bool) -> MicroBatch:

@@ -72,13 +72,15 @@ def pack(
     longest: tuple[int, int] = (0, 0),
     attention_cost: AttentionCost = PLAIN,
     vision: VisionConfig | None = None,
+    served: int = 0,
 ) -> tuple[list[Packed], list[Shape]]:
-    """Packs rows into micro-batches of about `micro_batch_tokens` tokens per shard.
+    """Packs rows into micro-batches of about `micro_batch_tokens` tokens per shard (see `plan_micro_batches`).
 
     Returns:
         The micro-batches, and the known shapes with the new ones.
     """
-    planned = plan_micro_batches(rows, num_shards, micro_batch_tokens, known, share_prefix, longest, attention_cost)
+    limits = micro_batch_tokens, known, share_prefix, longest, attention_cost, served
+    planned = plan_micro_batches(rows, num_shards, *limits)
     new = dict.fromkeys(each.shape for each in planned if each.shape not in known)
     present = [name for name in _OPTIONAL if any(getattr(row, name) is not None for row in rows)]
     return [_pack_shards(rows, present, each, vision) for each in planned], [*known, *new]

@@ -54,8 +54,10 @@ HALVINGS = (0, 1, 2, 3)
 # How often groups are split before a list of sizes is given up.
 MAX_SPLITS = 24
 # By how much known shapes that fit may cost more than a new one: a share of the step and a number of tokens, times the
-# square of the number of shapes before it. Compiling takes seconds, and small steps take less.
-COMPILE_FRAC, COMPILE_TOKENS = 0.02, 80
+# square of the number of shapes before it. Compiling takes seconds, and small steps take less. What the new shape saves
+# is saved in later steps too, of which there are likely more, the more the known ones have served: the cost is halved
+# after `SERVED_UPDATES`, and so on.
+COMPILE_FRAC, COMPILE_TOKENS, SERVED_UPDATES = 0.02, 80, 10
 # The number of rows or prompts and their columns; of a tile its number of rows and the column where it ends.
 Size = tuple[int, int]
 
@@ -165,10 +167,12 @@ def plan_micro_batches(
     share_prefix: SharePrefix = "auto",
     longest: Size = (0, 0),
     attention_cost: AttentionCost = PLAIN,
+    served: int = 0,
 ) -> list[MicroBatchPlan]:
     """Divides rows into micro-batches of about at most `micro_batch_tokens` tokens per shard.
 
-    Of a few ways to do this the cheapest is taken, where new shapes count extra.
+    Of a few ways to do this the cheapest is taken, where new shapes count extra, and less the more updates the known
+    ones have `served`.
     """
     best, least = [], math.inf
     for share in {"always": (True,), "never": (False,), "auto": (True, False)}[share_prefix]:
@@ -181,7 +185,7 @@ def plan_micro_batches(
             num_new = len({each.shape for each in plan} - set(known))
             cost = sum(cost_of(each.shape, attention_cost) + MICRO_BATCH_COST for each in plan)
             squares = sum(index**2 for index in range(len(known), len(known) + num_new))
-            cost += squares * (COMPILE_FRAC * cost + COMPILE_TOKENS)
+            cost += squares * (COMPILE_FRAC * cost + COMPILE_TOKENS) / (1 + served / SERVED_UPDATES)
             if cost < least:
                 best, least = plan, cost
     assert best or not rows, "the last sizes hold all rows"

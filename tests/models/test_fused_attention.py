@@ -138,7 +138,7 @@ def after_update(model, attends, **settings):
     learner.execution = replace(learner.execution, attention=attends)
     rows = long_rows(model.config.vocab_size)
     logps = learner.logprobs(learner.policy, rows)[0]
-    assert len(learner.shapes[0].tiles) > 1
+    assert len(next(iter(learner.shapes)).tiles) > 1
     return learner, learner.update(rows).metrics, logps
 
 

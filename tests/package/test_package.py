@@ -125,9 +125,9 @@ LINES = {
     "sft": 320,
     "tools": 1240,
     "trainer": 424,
-    "training": 2070,
+    "training": 2080,
 }
-TEST_LINES = 31880
+TEST_LINES = 31900
 FILES = 329
 MODULES = 191  # that groupax.trainer imports, also inside of functions
 

@@ -356,7 +356,7 @@ def test_what_is_planned_is_what_a_real_run_has(name, monkeypatch):
         with pytest.raises(Recorded):
             learner.update(rows)
         assert not {shape for shape, _ in scored[0][1]} - {shape for shape, _ in planned_shapes(programs["score"])}
-        learner.shapes = []
+        learner.shapes = {}
         rows = [replace(row, policy_mask=row.mask) for row in rows]
         monkeypatch.setattr(Learner, "_with_policy_masks", lambda self, rows: rows)
     steps = recording(monkeypatch, groupax.training.learner, "micro_step")

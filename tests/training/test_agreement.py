@@ -201,6 +201,26 @@ def test_over_many_steps_padding_is_little_and_shapes_are_few(mean, seed):
     assert counts[-1] - counts[10] <= 2, counts
 
 
+def test_where_lengths_change_a_new_shape_is_worth_it_that_known_ones_have_served_for():
+    def padding_and_shapes(counts_served):
+        rng, shapes, since, padding = np.random.default_rng(0), [], 0, []
+        for step in range(60):
+            lengths = rng.integers(40, 64, 64) if step < 10 else rng.integers(20, 40, 64)
+            rows = [
+                Row(number // 8, np.zeros(40, int), np.zeros(n, int), np.ones(n, bool), np.ones(n), np.zeros(n))
+                for number, n in enumerate(lengths)
+            ]
+            served = (step - since) * counts_served
+            packed, found = pack(rows, 1, 2048, shapes, longest=(64, 64), served=served)
+            shapes, since = found, since if len(found) == len(shapes) else step
+            padding.append(1 - (8 * 39 + lengths.sum()) / sum(part.num_tokens for part in packed))
+        return np.mean(padding), len(shapes)
+
+    (without, _), (padding, num_shapes) = padding_and_shapes(False), padding_and_shapes(True)
+    assert without > 0.2 > 0.15 > padding
+    assert num_shapes <= 5
+
+
 def of_one_prompt(columns, lengths):
     prompt = np.zeros(columns + 1, int)
     return [Row(0, prompt, np.zeros(n, int), np.ones(n, bool), np.ones(n), np.zeros(n)) for n in lengths]

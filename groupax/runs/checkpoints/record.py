@@ -94,7 +94,7 @@ def _progress_of(learner: Learner) -> dict[str, Any]:
     return {
         "num_updates": learner.num_updates,
         "entropy": asdict(learner.entropy),
-        "shapes": [asdict(shape) for shape in learner.shapes],
+        "shapes": [{**asdict(shape), "since": since} for shape, since in learner.shapes.items()],
         "shapes_of": _shape_limits(learner),
         "checkpointing": learner.execution.checkpointing,
         "scan_layers": learner.execution.scan_layers,
@@ -147,7 +147,7 @@ def _restore_progress(learner: Learner, state: Mapping[str, Any]) -> None:
     learner.num_updates = state["num_updates"]
     learner.entropy = EntropyState(**state["entropy"])
     if state["shapes_of"] == _shape_limits(learner):
-        learner.shapes = [_shape(record) for record in state["shapes"]]
+        learner.shapes = {_shape(record): record.get("since", 0) for record in state["shapes"]}
         # other choices, of a device with more or less free memory, would round differently
         settings, chosen = learner.settings, {}
         if settings.gradient_checkpointing == "auto":
@@ -299,4 +299,4 @@ def _shape(record: Mapping[str, Any]) -> Shape:
     def tuples(value: Any) -> Any:
         return tuple(map(tuples, value)) if isinstance(value, list) else value
 
-    return Shape(**{name: tuples(value) for name, value in record.items()})
+    return Shape(**{name: tuples(value) for name, value in record.items() if name != "since"})
