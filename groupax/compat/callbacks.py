@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from groupax.core.settings.fields import nearest
+from groupax.core.settings.fields import check_known
 from groupax.core.types import Metrics
 from groupax.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepEnded, StepStarted
 from groupax.rewards.calls import check_name
@@ -176,11 +176,7 @@ class CallbackListener:
         if name is None:
             return
         name = f"eval_{name.removeprefix('eval_')}"
-        if name not in metrics:
-            raise ValueError(
-                f"metric_for_best_model is {name!r}, which evaluations do not have; they have "
-                f"{', '.join(metrics)}{nearest(name, metrics)}"
-            )
+        check_known(name, metrics, f"metric_for_best_model is {name!r}, which evaluations do not have")
         value = metrics[name]
         best = self.state.best_metric
         if best is None or (value > best if self.args.greater_is_better else value < best):

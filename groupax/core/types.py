@@ -49,7 +49,6 @@ class Image:
     digest: str  # SHA-256 of the patches and their grid in hexadecimal: the identity of what the model sees
     patches: Float[np.ndarray, "I N C"]  # values of the N patches of each of its I tiles
     grid: tuple[int, int]  # rows and columns of patches of each tile
-    shown: Bool[np.ndarray, "I N"] | None = None  # of patches that show something, others are padding; None for all
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,7 +56,7 @@ class Prompts:
 
 @dataclass(frozen=True, eq=False)
 class ExampleImages:
-    """What is written in the places of examples' images, and the images when they are needed.
+    """The texts in the places of examples' images, and the images when they are needed.
 
     Attributes:
         prompts: The examples.

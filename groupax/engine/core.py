@@ -16,7 +16,7 @@ from groupax.engine.cache import num_cached_heads
 from groupax.engine.constraints import ConstraintCompiler
 from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, Demand, Plan
 from groupax.engine.prefix_cache import PrefixCache
-from groupax.models.adapted import changes_of, check_finite_changes, stack_adapters
+from groupax.models.adapted import stack_adapters
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
 from groupax.models.flops import find_config
@@ -222,14 +222,13 @@ def with_adapters(model: Model, adapters: Mapping[str, Model]) -> Params:
     Raises:
         ValueError: An adapter is of another base, or has more than low-rank changes.
     """
-    changes = []
+    changes, dtype = [], model.params["embed"].dtype
     for name, each in adapters.items():
         if each.adapter is None or each.adapter.frozen is not model.params:
             raise ValueError(
                 f"{name} is not an adapter of the same model in memory; load it by load_adapter(model, ...)"
             )
-        changes.append(changes_of(as_plain(each.adapter).trained, model.params["embed"].dtype))
-        check_finite_changes(changes[-1])
+        changes.append(jax.tree.map(lambda x: x.astype(dtype), as_plain(each.adapter).trained))
     return stack_adapters(model.params, changes)
 
 

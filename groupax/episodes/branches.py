@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from groupax.core.types import Branch, FinishReason, Rollout, Row, Turn
+from groupax.core.types import Branch, FinishReason, Rollout, Turn
 from groupax.data.examples import with_values
 from groupax.episodes.as_json import DTYPES
 from groupax.tools.calls import answered_calls
@@ -144,20 +144,4 @@ def _stream(path: Sequence[SampledTurn], counted: set[int]) -> Branch:
         tuple(spans),
         messages=messages[num_read:] if messages else None,
         prompt=messages[:num_read] if messages else None,
-    )
-
-
-def row_of_branch(branch: Branch, group: int, row: Row, advantage: float) -> Row:
-    """Returns a further stream of an episode as a row."""
-    return replace(
-        row,
-        group=group,
-        prompt=branch.prompt_ids,
-        completion=branch.completion_ids,
-        mask=branch.mask & bool(row.mask.any()),
-        advantages=np.where(branch.mask, np.float32(advantage), np.float32(0.0)),
-        rollout_logp=branch.policy_logps,
-        sampler_logp=None if row.sampler_logp is None else branch.sampler_logps,
-        experts=None,
-        is_branch=True,
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupax.core.settings.fields import nearest
+from groupax.core.settings.fields import check_known, nearest
 from groupax.core.settings.references import import_attribute, parse_call
 from groupax.core.settings.rollouts import EpisodeSettings
 from groupax.core.terminal.printable import one_line
@@ -134,11 +134,8 @@ class Rules:
         if len(self.setups) == 1:
             return next(iter(self.setups.values()))
         name = str(example.get("environment"))
-        if name not in self.setups:
-            raise ValueError(
-                f"the dataset's column environment has {name!r}, which is not an environment of the run; it has "
-                f"{', '.join(self.setups)}{nearest(name, self.setups)}"
-            )
+        fault = f"the dataset's column environment has {name!r}, which is not an environment of the run"
+        check_known(name, self.setups, fault)
         return self.setups[name]
 
 

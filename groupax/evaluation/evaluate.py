@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from groupax.core.settings.fields import nearest
+from groupax.core.settings.fields import check_known
 from groupax.core.settings.sampling import SamplingParams
 from groupax.core.types import Metrics, Rollout
 from groupax.data.prompts import PromptSet
@@ -147,9 +147,6 @@ def find_correctness_reward(name: str | None, rewards: Sequence[Reward]) -> str 
         ValueError: `name` is not one of the rewards.
     """
     names = [reward.name for reward in rewards]
-    if name is not None and name not in names:
-        raise ValueError(
-            f"correctness_reward is {name!r}, which is not a reward function of the run; choose one of "
-            f"{', '.join(names)}{nearest(name, names)}"
-        )
+    if name is not None:
+        check_known(name, names, f"correctness_reward is {name!r}, which is not a reward function of the run")
     return name or next((each for each in names if each in ACCURACY_REWARDS), None)

@@ -202,31 +202,6 @@ def _apply_dropout(x: Float[Array, "M *N I"], dropout: Dropout) -> Float[Array, 
     return x * factor.astype(x.dtype)
 
 
-def changes_of(trained: Params, dtype: Any) -> Params:
-    """Returns the changes of an adapter, by its trained weights, in a dtype.
-
-    Raises:
-        ValueError: It has magnitudes, biases or modules that are trained in full.
-    """
-    _check_changes(trained)
-    return jax.tree.map(lambda x: x.astype(dtype), trained)
-
-
-def check_finite_changes(trained: Params) -> None:
-    """Checks that an adapter cannot spoil the rows of others, whose masked ranks still are multiplied by its weights.
-
-    Raises:
-        ValueError: A weight is not finite.
-    """
-    if not bool(_is_finite(trained)):
-        raise ValueError("the adapter has weights that are not finite, which would spoil other rows of its batches")
-
-
-@jax.jit
-def _is_finite(trained: Params) -> Array:
-    return jnp.all(jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(trained)]))
-
-
 def stack_adapters(base: Params, adapters: Sequence[Params]) -> Params:
     """Returns the base with several adapters, of which `select_adapters` chooses one for each row.
 

@@ -20,10 +20,10 @@ from groupax.models.execution import DIRECT, Execution, apply_layers
 from groupax.models.experts import Router, Routing, mixture_of_experts
 from groupax.models.latent_attention import latent_attention
 from groupax.models.layers import (
-    NORMS,
     linear,
     lookup,
     mlp,
+    norm,
     plus_bias,
     row_parallel_linear,
     scaled,
@@ -266,7 +266,7 @@ def _attention(
         q, k = _norm(config, q, weights, "q_norm"), _norm(config, k, weights, "k_norm")
     elif config.qk_norm == "after_rope" and rope is not None:
         unit = jnp.ones(config.head_dim, q.dtype)
-        q, k = (NORMS[config.norm](x, unit, config.norm_eps) for x in (q, k))
+        q, k = (norm(x, unit, config.norm_eps, config.norm) for x in (q, k))
     if growth is not None and factors is not None and (rope is None or not growth.only_without_rope):
         q = q * factors
     if axis is not None and layout.axis("kv_heads") is None and config.joint_qkv is None:
@@ -340,12 +340,12 @@ def _norm(config: ModelConfig, x: Array, weights: Params, name: str) -> Array:
     """Applies the family's norm with the weights of a name; without these there is no norm."""
     if name not in weights:
         return x
-    return plus_bias(NORMS[config.norm](x, weights[name], config.norm_eps), weights.get(f"{name}_bias"))
+    return plus_bias(norm(x, weights[name], config.norm_eps, config.norm), weights.get(f"{name}_bias"))
 
 
-def _residual(config: ModelConfig, x: Array, weights: Params, norm: str) -> Array:
+def _residual(config: ModelConfig, x: Array, weights: Params, name: str) -> Array:
     """Returns what a block adds to the residual stream."""
-    return scaled(_norm(config, x, weights, norm), config.residual_scale)
+    return scaled(_norm(config, x, weights, name), config.residual_scale)
 
 
 def head_weights(params: Params) -> Array:

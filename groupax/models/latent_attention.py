@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from groupax.models.adapted import AdaptedWeight, row_factors
 from groupax.models.config import LatentAttention
-from groupax.models.layers import Weight, linear, rms_norm, row_parallel_linear
+from groupax.models.layers import Weight, linear, norm, row_parallel_linear
 from groupax.models.specs import Params
 from groupax.parallel.collectives import Axis, psum_grad
 
@@ -43,7 +43,7 @@ def latent_attention(
     q = _queries(latent, weights, h, axis)
     q_plain, q_rope = q[..., : latent.plain_dims], rotate(q[..., latent.plain_dims :])
     compressed = linear(h, weights["kv_down"], weights.get("kv_down_bias"))
-    c = rms_norm(compressed[:, : latent.rank], weights["kv_latent_norm"], latent.norm_eps)
+    c = norm(compressed[:, : latent.rank], weights["kv_latent_norm"], latent.norm_eps, "rms")
     k_rope = rotate(compressed[:, None, latent.rank :])
     c, k_rope = psum_grad(c, axis), psum_grad(k_rope, axis)
     kv_up = weights["kv_up"]
@@ -67,7 +67,7 @@ def _queries(latent: LatentAttention, weights: Params, h: Float[Array, "M D"], a
         q = linear(psum_grad(h, axis), weights["q"])
     else:
         down = linear(h, weights["q_down"], weights.get("q_down_bias"))
-        normed = rms_norm(down, weights["q_latent_norm"], latent.norm_eps)
+        normed = norm(down, weights["q_latent_norm"], latent.norm_eps, "rms")
         q = linear(psum_grad(normed, axis), weights["q_up"])
     return q.reshape(len(h), -1, latent.plain_dims + latent.rope_dims)
 

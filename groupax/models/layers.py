@@ -23,24 +23,13 @@ from groupax.parallel.runtime import traced_platform
 Weight = Array | Any
 
 
-def rms_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) -> Float[Array, "*M D"]:
-    """Computes x / rms(x) * weight, with the statistic in float32 (arXiv:1910.07467)."""
-    return _norm(x, weight, eps, "rms")
+def norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float, kind: NormKind) -> Float[Array, "*M D"]:
+    """Computes x / rms(x) * weight, with the statistic in float32 ("rms", arXiv:1910.07467), or another norm.
 
-
-def zero_centered_rms_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) -> Float[Array, "*M D"]:
-    """Computes x / rms(x) * (1 + weight), all in float32 (Gemma's released model code)."""
-    return _norm(x, weight, eps, "zero_centered_rms")
-
-
-def layer_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) -> Float[Array, "*M D"]:
-    """Computes (x - mean(x)) / std(x) * weight, without a bias, all in float32 (arXiv:1607.06450)."""
-    return _norm(x, weight, eps, "layer")
-
-
-def zero_centered_layer_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) -> Float[Array, "*M D"]:
-    """Computes (x - mean(x)) / std(x) * (1 + weight), without a bias, all in float32 (Nemotron's model code)."""
-    return _norm(x, weight, eps, "zero_centered_layer")
+    "layer" is (x - mean(x)) / std(x) * weight, without a bias (arXiv:1607.06450). The zero-centered ones multiply by
+    1 + weight (Gemma's and Nemotron's released model code). All but "rms" are computed in float32 altogether.
+    """
+    return _norm(x, weight, eps, kind)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -85,12 +74,6 @@ def _norm_factor(weight: Float[Array, "*W"], kind: NormKind) -> Float[Array, "*W
     return weight.astype(jnp.float32) + np.float32(kind.startswith("zero_centered"))
 
 
-NORMS: dict[NormKind, Callable[[Array, Array, float], Array]] = {
-    "rms": rms_norm,
-    "zero_centered_rms": zero_centered_rms_norm,
-    "layer": layer_norm,
-    "zero_centered_layer": zero_centered_layer_norm,
-}
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from groupax.models.config import Activation, GatedDeltaNet, ModelConfig
-from groupax.models.layers import ACTIVATIONS, linear, rms_norm
+from groupax.models.layers import ACTIVATIONS, linear, norm
 from groupax.models.matmul import matmul, matmul_nt
 from groupax.models.specs import Params
 
@@ -177,7 +177,7 @@ def recurrent_layer(
     assert isinstance(config.activation, str), "no family clamps the activation of a delta net"
     recurrence = DeltaRecurrence(net, config.activation, weights["conv"], weights["a_log"], weights["dt_bias"])
     out, cache = recur(recurrence, inputs)
-    normed = rms_norm(out, weights["delta_norm"], config.norm_eps).astype(jnp.float32)
+    normed = norm(out, weights["delta_norm"], config.norm_eps, "rms").astype(jnp.float32)
     gated = normed * jax.nn.silu(gate.astype(jnp.float32))
     return linear(gated.astype(h.dtype).reshape(len(h), -1), weights["delta_out"]), cache
 

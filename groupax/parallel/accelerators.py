@@ -142,10 +142,7 @@ class Slice:
     @property
     def num_chips(self) -> int:
         """Number of chips, each of which is one device for jax."""
-        count = 1
-        for side in self.sides:
-            count *= side
-        return count
+        return math.prod(self.sides)
 
     @property
     def chips_per_host(self) -> int:
@@ -276,15 +273,9 @@ CPUINFO = Path("/proc/cpuinfo")
 
 def processor_name() -> str:
     """Returns the model of the processor."""
-    name = re.search(r"^model name\s*:(.*)$", _cpuinfo(), re.MULTILINE)
+    text = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
+    name = re.search(r"^model name\s*:(.*)$", text, re.MULTILINE)
     return name[1].strip() if name else platform.processor() or platform.machine()
-
-
-def _cpuinfo() -> str:
-    try:
-        return CPUINFO.read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 logger = logging.getLogger(__name__)
@@ -300,14 +291,7 @@ _JAXLIBS_WITH_FLAGS = ("0.10.",)
 
 def has_cuda_plugin() -> bool:
     """Checks whether jax's plugin for NVIDIA GPUs is installed."""
-    return any(map(_is_installed, CUDA_PLUGINS))
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of its package
-        return False
+    return importlib.util.find_spec("jax_plugins") is not None and any(map(importlib.util.find_spec, CUDA_PLUGINS))
 
 
 def set_gpu_flags() -> None:

@@ -2,7 +2,7 @@
 
 import importlib
 
-from groupax.core.settings.fields import nearest
+from groupax.core.settings.fields import check_known
 from groupax.recipes.recipe import Recipe
 
 # Name of a recipe -> its module, which defines `RECIPE`.
@@ -19,6 +19,5 @@ RECIPES = {
 
 def load_recipe(name: str) -> Recipe:
     """Returns the recipe with this name."""
-    if name not in RECIPES:
-        raise ValueError(f"there is no recipe {name!r}; the recipes are {', '.join(RECIPES)}{nearest(name, RECIPES)}")
+    check_known(name, RECIPES, f"there is no recipe {name!r}")
     return importlib.import_module(RECIPES[name]).RECIPE

@@ -30,10 +30,9 @@ from groupax.core.terminal.printable import printable, short_repr
 from groupax.core.types import Rollout, TrainerState
 from groupax.parallel.preemption import RolloutCancelled
 from groupax.rewards.contract import ENVIRONMENTS, Reward, Scores, arguments_for, checked_scores, no_scores
-from groupax.tools.runner import start_loop
+from groupax.tools.runner import answers_in_time, start_loop
 
 BACKOFF_S = 0.5  # before the first retry; doubled before each further one
-PING_S = 1.0  # an event loop that does not respond for this long is blocked
 ASYNC_CONCURRENCY = 64  # calls of one async function at a time
 MAX_VALUES = 1_000_000  # returned by one call
 REFUSAL = "signal only works in main thread"  # the text of CPython's ValueError
@@ -282,7 +281,9 @@ class Supervisor:
                             f"the reward function {reward.name!r} did not return within reward_timeout_s = "
                             f"{settings.reward_timeout_s} on {len(rollouts)} completions"
                         )
-                        await self._replace_blocked_loop(reward.name)
+                        loop = self._async_loops.get(reward.name)
+                        if loop and not await answers_in_time(loop) and self._async_loops.get(reward.name) is loop:
+                            del self._async_loops[reward.name]  # blocked; further calls start a new one
         return no_scores(rollouts, error)
 
     async def _call(
@@ -316,18 +317,6 @@ class Supervisor:
                 self._main_thread.needed_by.add(reward.name)
                 deadline.reschedule(None)
         return await self._main_thread.call(functools.partial(call_sync, *call))
-
-    async def _replace_blocked_loop(self, name: str) -> None:
-        """Drops the event loop of an async function that blocks it; further calls start a new one."""
-        loop = self._async_loops.get(name)
-        if loop is None:
-            return
-        try:
-            ping = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
-            await asyncio.wait_for(asyncio.wrap_future(ping), PING_S)
-        except TimeoutError:
-            if self._async_loops.get(name) is loop:
-                del self._async_loops[name]
 
 
 def _scores(reward: Reward, rollouts: list[Rollout], returned: Any, log: CallLog) -> Scores:

@@ -20,7 +20,6 @@ from groupax.data.examples import visit_order
 from groupax.data.prompts import PromptSet
 from groupax.data.tokenizer import decode, special_token_ids
 from groupax.engine.sequence import PolicySampler, Sampler, Sequence
-from groupax.episodes.branches import row_of_branch
 from groupax.episodes.environment import warn_of_failure
 from groupax.episodes.episode import stacked_experts
 from groupax.episodes.play import Prompts, fault_of, play_episodes
@@ -238,10 +237,11 @@ class Collector:
         for index, group in enumerate(groups):
             for rollout in group:
                 prompts = [each.prompt_ids.tobytes() for each in (rollout, *rollout.branches)]
-                number, *others = [numbers.setdefault((index, prompt), len(numbers)) for prompt in prompts]
-                row = row_of(rollout, number, self.masked_ends, with_sampler_logps)
-                further = zip(rollout.branches, others, strict=True)
-                episodes.append([row, *(row_of_branch(*each, row, rollout.advantage) for each in further)])
+                own = [numbers.setdefault((index, prompt), len(numbers)) for prompt in prompts]
+                pairs = zip((None, *rollout.branches), own, strict=True)
+                episodes.append(
+                    [row_of(rollout, number, self.masked_ends, with_sampler_logps, branch) for branch, number in pairs]
+                )
         minibatches = [episodes[start : start + size] for start in range(0, len(episodes), size)]
         return [[row for rows in minibatch for row in rows] for minibatch in minibatches]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from groupax.core.settings.objective import MaskSettings
-from groupax.core.types import TRUNCATIONS, FinishReason, Metrics, Rollout, Row
+from groupax.core.types import TRUNCATIONS, Branch, FinishReason, Metrics, Rollout, Row
 
 Group = list[Rollout]
 
@@ -80,19 +80,23 @@ def masked_ends(settings: MaskSettings) -> Collection[FinishReason]:
     return (TRUNCATIONS if ends else ()) if isinstance(ends, bool) else ends
 
 
-def row_of(rollout: Rollout, group: int, masked_ends: Collection[FinishReason], with_sampler_logps: bool) -> Row:
-    """Returns a scored completion as a row, without the log-probs that the trainer computes."""
-    counts = not rollout.is_failure and rollout.finish_reason not in masked_ends
+def row_of(
+    rollout: Rollout, group: int, ends: Collection[FinishReason], with_sampler_logps: bool, branch: Branch | None = None
+) -> Row:
+    """Returns a scored completion, or a branch of it, as a row, without the log-probs that the trainer computes."""
+    counts = not rollout.is_failure and rollout.finish_reason not in ends
+    stream = rollout if branch is None else branch
     return Row(
         group=group,
-        prompt=rollout.prompt_ids,
-        completion=rollout.completion_ids,
-        mask=rollout.mask & counts,
-        advantages=np.where(rollout.mask, np.float32(rollout.advantage), np.float32(0.0)),
-        rollout_logp=rollout.policy_logps,
+        prompt=stream.prompt_ids,
+        completion=stream.completion_ids,
+        mask=stream.mask & counts,
+        advantages=np.where(stream.mask, np.float32(rollout.advantage), np.float32(0.0)),
+        rollout_logp=stream.policy_logps,
         policy_version=rollout.policy_version,
-        sampler_logp=rollout.sampler_logps if with_sampler_logps else None,
-        experts=rollout.experts,
+        sampler_logp=stream.sampler_logps if with_sampler_logps else None,
+        experts=rollout.experts if branch is None else None,
         is_failure=rollout.is_failure,
+        is_branch=branch is not None,
         images=rollout.images,
     )

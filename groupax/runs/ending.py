@@ -50,8 +50,6 @@ def ending_of(folder: Path) -> Ending:
     if _is_gone(folder / LOCK, holder):
         text = "its process has ended without a message (killed, for lack of memory for one, or crashed)"
         return Ending("dead", f"{text}; {last_sign(folder) or 'it logged nothing'}")
-    if not recorded and _is_newer(folder / "model", folder / METRICS):  # of a version that recorded failures only
-        return Ending("done", "")
     return Ending("", "")
 
 
@@ -80,12 +78,6 @@ def _last_process(file: Path, *_: int) -> tuple[str, str]:
     last = processes[-1] if isinstance(processes, list) and processes else None
     end, holder = (last.get("end"), last.get("lock")) if isinstance(last, Mapping) else ("", "")
     return end if isinstance(end, str) else "", holder if isinstance(holder, str) else ""
-
-
-def _is_newer(path: Path, other: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return path.stat().st_mtime_ns >= other.stat().st_mtime_ns
-    return False
 
 
 def _is_gone(lock: Path, holder: str) -> bool:

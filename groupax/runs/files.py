@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from groupax.core.errors import RunError
 from groupax.core.storage.buckets import RemoteFolder
-from groupax.core.storage.folders import read_file, replacing_file
+from groupax.core.storage.folders import MAX_JSON_BYTES, read_file, replacing_file
 
 METRICS, LOCK = "metrics.jsonl", ".lock"
 MAX_LOCK_BYTES = 8192
@@ -171,18 +171,10 @@ def stopping_unwritable(uri: str) -> Iterator[None]:
 
 
 def check_writable(folder: Path) -> None:
-    """Raises an OSError if no file can be written in the folder, or in the one that would be created there."""
-    if os.path.lexists(folder) and not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder):
-            pass
-    finally:
-        for path in missing:
-            with contextlib.suppress(OSError):  # another run has started in it
-                path.rmdir()
+    """Raises an OSError if no file can be written in the folder, or in the one that it would be created in."""
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    with tempfile.NamedTemporaryFile(dir=existing):
+        pass
 
 
 def parsed_record(text: bytes) -> Mapping[str, Any]:
@@ -192,6 +184,14 @@ def parsed_record(text: bytes) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def read_record(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Mapping[str, Any]:
+    """Returns the record in a file; empty if there is none, or it is damaged."""
+    try:
+        return parsed_record(read_file(path, max_bytes))
+    except OSError:
+        return {}
 
 
 def replace_text(path: Path, text: str) -> None:

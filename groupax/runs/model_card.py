@@ -8,9 +8,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from groupax.core.config import RunConfig
 from groupax.core.storage.folders import split_revision
 from groupax.core.terminal.printable import one_line
 from groupax.core.types import Metrics, Prompt
+from groupax.parallel.kernels import versions_of
 
 CARD_NAME = "README.md"
 _PACKAGES = ("groupax", "jax", "transformers")
@@ -117,7 +116,7 @@ def run_card(model: Trained, method: Method = GRPO) -> str:
     rows += [(name, str(settings[name])) for name in method.settings]
     rows += [(f"adapter: {name}", str(value)) for name, value in (adapter or {}).items()]
     rows += [(f"{name} ({method.measured_on})", f"{metrics[name]:.4g}") for name in method.metrics if name in metrics]
-    rows += [(f"version of {name}", number) for name, number in _versions().items()]
+    rows += [(f"version of {name}", number) for name, number in versions_of(_PACKAGES).items()]
     parts = [
         f"{kind} {code(shown_name(base))}, trained with {method.name} by [groupax](https://pypi.org/project/groupax).",
         *model.outcome,
@@ -228,14 +227,6 @@ def weighted(rewards: Sequence[str], weights: Sequence[float] | None) -> str:
         return ", ".join(rewards)
     pairs = zip(rewards, weights, strict=True)
     return ", ".join(name if weight == 1 else f"{name} x {weight:g}" for name, weight in pairs)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):  # groupax from a source tree that is not installed
-            found[name] = version(name)
-    return found
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

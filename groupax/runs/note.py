@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from groupax.core.storage.folders import read_file
-from groupax.runs.files import parsed_record, replace_text
+from groupax.runs.files import read_record, replace_text
 
 FILE, MAX_BYTES = "note.json", 1 << 16
 
@@ -22,10 +21,7 @@ class Note:
 
 def read_note(folder: Path) -> Note:
     """Returns the note on the run in a folder, empty where there is none or it is damaged."""
-    try:
-        found = parsed_record(read_file(folder / FILE, MAX_BYTES))
-    except OSError:
-        return Note()
+    found = read_record(folder / FILE, MAX_BYTES)
     tags = found.get("tags")
     tags = [each for each in tags if isinstance(each, str)] if isinstance(tags, list) else []
     return Note(str(found.get("name") or ""), tags, str(found.get("notes") or ""))

@@ -24,6 +24,7 @@ from groupax.evaluation.paired import p_text
 from groupax.rollouts.completions import first_and_last
 from groupax.runs.diagnostics import Severity, severity_of
 from groupax.runs.ending import ending_of
+from groupax.runs.files import parsed_record, read_record
 from groupax.runs.model_card import shown_name, weighted
 from groupax.runs.outcome import evaluation_files, evaluations_by_set, outcome
 from groupax.runs.progress.display import clock, headline, short_number, sparkline
@@ -130,19 +131,19 @@ def read_run(folder: Path) -> RunRecord:
     metrics = [line for line in lines if "loss" in line and "step" in line]
     if not metrics:
         raise ValueError(f"the run in {folder} has not come to a logged step yet; its metrics.jsonl has no line")
-    result = _json(folder / "result.json")
+    result = read_record(folder / "result.json")
     return RunRecord(
         name=folder.resolve().name,
         metrics=metrics,
         evaluations=[line for line in lines if any(name.startswith("eval_") for name in line)],
         outcome=outcome(result, evaluation_files(folder), lambda name: _series(lines, name), {*chain(*lines)}),
-        settings=changed_settings(_json(folder / "config.json")),
-        processes=_json(folder / "run.json").get("processes", []),
+        settings=changed_settings(read_record(folder / "config.json")),
+        processes=read_record(folder / "run.json").get("processes", []),
         ending=ending_of(folder).sentence,
         diagnostics=[line for line in _json_lines(folder / "diagnostics.jsonl") if "text" in line],
         result=result,
         samples=_samples_of(folder),
-        command=_json(folder / "command.json"),
+        command=read_record(folder / "command.json"),
     )
 
 
@@ -183,30 +184,14 @@ def _said(path: Path, item: Item) -> tuple[str, str, float | None]:
     return when, item.completions[0].text, item.completions[0].reward
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """Returns the object in a file; an empty one if there is none."""
-    try:
-        content = json.loads(read_file(path).decode(errors="replace"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     """Returns the objects in a file of lines, null as NaN, without damaged lines."""
     try:
-        text = read_file(path, MAX_LOG_BYTES).decode(errors="replace")
+        lines = read_file(path, MAX_LOG_BYTES).decode(errors="replace").encode().split(b"\n")
     except OSError:
         return []
-    lines = []
-    for line in text.split("\n"):
-        try:
-            record = json.loads(line) if line else None
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            lines.append({name: math.nan if value is None else value for name, value in record.items()})
-    return lines
+    records = filter(None, map(parsed_record, lines))
+    return [{name: math.nan if value is None else value for name, value in each.items()} for each in records]
 
 
 # -- what the report says of it

@@ -36,6 +36,9 @@ class Delta:
     text: str
 
 
+LISTS = ("tokens", "policy_logps", "sampler_logps", "alternatives", "versions")  # with a value per token
+
+
 @dataclass
 class Completion:
     """A completion, accumulated from its deltas."""
@@ -50,7 +53,7 @@ class Completion:
 
     def add(self, delta: Delta) -> None:
         """Adds new tokens, which replace earlier ones if the completion was restarted."""
-        for name in ("tokens", "policy_logps", "sampler_logps", "alternatives", "versions"):
+        for name in LISTS:
             getattr(self, name)[delta.start :] = getattr(delta, name)
         self.finish_reason, self.text = delta.finish_reason, delta.text
 

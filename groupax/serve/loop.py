@@ -26,7 +26,7 @@ from groupax.engine.engine import Engine
 from groupax.engine.programs import Programs, Serving
 from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
-from groupax.serve.exchange import Delta
+from groupax.serve.exchange import LISTS, Delta
 from groupax.serve.web import ApiError
 
 logger = logging.getLogger(__name__)
@@ -328,18 +328,9 @@ class EngineLoop:
         start = len(reported) if is_same else 0
         if sequence.finish_reason is None and num <= start:
             return None
-        new = slice(start, None)
-        delta = Delta(
-            index=index,
-            start=start,
-            tokens=sequence.tokens[new],
-            policy_logps=sequence.policy_logps[new],
-            sampler_logps=sequence.sampler_logps[new],
-            alternatives=sequence.alternatives[new],
-            versions=sequence.versions[new],
-            finish_reason=sequence.finish_reason,
-            text=sequence.fault or sequence.text,
-        )
+        new = {name: getattr(sequence, name)[start:] for name in LISTS}
+        text, reason = sequence.fault or sequence.text, sequence.finish_reason
+        delta = Delta(index=index, start=start, finish_reason=reason, text=text, **new)
         reported[start:] = delta.tokens
         if sequence.finish_reason:
             del self._jobs[id(sequence)]

@@ -97,7 +97,6 @@ class TurnFormats:
 
 ID_LETTERS = 9  # letters and digits, which is all that some templates take for an id
 MAX_READINGS = 256  # of the whole text while a turn doubles its length, so that the time is about linear
-ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
@@ -187,11 +186,10 @@ class TurnReader:
 
     def _calls(self, calls: Sequence[ToolCall], seed: Sequence[int]) -> tuple[Call, ...]:
         calls = calls if self.parallel else calls[:1]
-        begun = hashlib.sha256(json.dumps([*seed])[:-1].encode()) if calls else None  # of a long prompt only once
-        return tuple(
-            Call(_call_id(begun, number), call.name, json.dumps(self._arguments(call), ensure_ascii=False))
-            for number, call in enumerate(calls)
-        )
+        begun = hashlib.sha256(json.dumps([*seed]).encode()).hexdigest() if calls else ""  # of a long prompt only once
+        ids = [hashlib.sha256(f"{begun} {number}".encode()).hexdigest()[:ID_LETTERS] for number in range(len(calls))]
+        texts = [json.dumps(self._arguments(call), ensure_ascii=False) for call in calls]
+        return tuple(Call(own, call.name, text) for own, call, text in zip(ids, calls, texts, strict=True))
 
     def _arguments(self, call: ToolCall) -> Mapping[str, Any]:
         """Returns the arguments of a call; where the format writes no types, those that the tool's schema has."""
@@ -232,13 +230,3 @@ def _rest(whole: str, sent: str) -> str:
     It is if a model closes reasoning that it has not opened: what was sent as content is reasoning then.
     """
     return whole[len(sent) :] if whole.startswith(sent) else whole
-
-
-def _call_id(begun: Any, number: int) -> str:
-    digest = begun.copy()
-    digest.update(f", {number}]".encode())
-    value, letters = int.from_bytes(digest.digest()[:16], "big"), ""
-    for _ in range(ID_LETTERS):
-        value, index = divmod(value, len(ALPHABET))
-        letters += ALPHABET[index]
-    return letters

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 5.0  # in which the callbacks of calls that are ended must return
 CLOSED = "the run has ended"
 TIMED_OUT = "TimeoutError"  # kind of the outcome of a call that took too long
-GRACE_S = 1.0  # in which the event loop of tools must answer
+GRACE_S = 1.0  # in which the event loop of tools or rewards must answer
 Function = Callable[..., Any]
 Finish = Callable[[Any], Any]
 
@@ -198,19 +198,11 @@ class ToolRunner:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(begun), timeout_s)
         except TimeoutError:
-            if loop is None or not await self._answers(loop):
+            if loop is None or not await answers_in_time(loop):
+                if self._async_loop is loop:
+                    self._async_loop = None  # another one takes its place
                 self._warn_of_hanging(name, timeout_s)
             return Outcome(message=f"timed out after {timeout_s:g} s", kind=TIMED_OUT)
-
-    async def _answers(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Returns whether a loop answers in time. If not, it is abandoned, and another one takes its place."""
-        answer = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(answer), GRACE_S)
-        except TimeoutError:
-            self._async_loop = None if self._async_loop is loop else self._async_loop
-            return False
-        return True
 
     def _warn_of_hanging(self, name: str, timeout_s: int | float) -> None:
         if name not in self._hung:
@@ -221,6 +213,16 @@ class ToolRunner:
                 one_line(name),
                 timeout_s,
             )
+
+
+async def answers_in_time(loop: asyncio.AbstractEventLoop) -> bool:
+    """Returns whether a loop answers in time; one that does not is blocked."""
+    answer = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+    try:
+        await asyncio.wait_for(asyncio.wrap_future(answer), GRACE_S)
+    except TimeoutError:
+        return False
+    return True
 
 
 def start_loop(name: str) -> asyncio.AbstractEventLoop:

@@ -27,10 +27,10 @@ from typing import Literal
 
 from groupax.core.settings.compute import SharePrefix
 from groupax.core.types import Row
+from groupax.engine.plan import bucket
 
 # The smallest sizes of a shape, so that shapes are few.
-MIN_PROMPT_COLUMNS = 16
-MIN_ROW_COLUMNS = 16
+MIN_COLUMNS = 16
 # The room for tokens of rows is a multiple of this.
 ROW_TOKENS = 64
 # The most query tiles of a shape.
@@ -72,7 +72,7 @@ class AttentionCost:
             "seen", in blocks; or those seen "from_first" on, as if the columns before the tile were queries too.
     """
 
-    min_columns: int = MIN_ROW_COLUMNS
+    min_columns: int = MIN_COLUMNS
     computed: Literal["all", "seen", "from_first"] = "all"
 
     def num_scores(self, tiles: Sequence[Size], prompt_columns: int) -> int:
@@ -340,9 +340,9 @@ def make_bucket(
     longest_prompt, longest_row = (-(-columns // 8) * 8 for columns in longest)
     max_extra = MAX_WIDENING_COST * num_tokens
 
-    P = max(_round_count(num_groups), *(shape.prompts[0] for shape in same_size), 0)
-    S = _round_columns(max(group.prompt for group in all_groups), MIN_PROMPT_COLUMNS, longest_prompt)
-    for wider in (*(shape.prompts[1] for shape in known), max(longest_prompt, MIN_PROMPT_COLUMNS)):
+    P = max(bucket(num_groups, 1), *(shape.prompts[0] for shape in same_size), 0)
+    S = _round_columns(max(group.prompt for group in all_groups), longest_prompt)
+    for wider in (*(shape.prompts[1] for shape in known), max(longest_prompt, MIN_COLUMNS)):
         extra = attention_cost.num_prompt_scores(P, wider) - attention_cost.num_prompt_scores(P, S)
         if wider > S and SCORE_COST * extra <= max_extra:
             S = wider
@@ -350,7 +350,7 @@ def make_bucket(
     lengths = [_lengths(shard) for shard in shards]
     fine = _fine_tiles(lengths, _lengths(all_groups), share, slack, attention_cost.min_columns, longest_row)
     tiles = merge_tiles(fine, attention_cost, S)
-    for others in (*(shape.tiles for shape in same_size), ((1, max(longest_row, MIN_ROW_COLUMNS)),)):
+    for others in (*(shape.tiles for shape in same_size), ((1, max(longest_row, MIN_COLUMNS)),)):
         wider_tiles = merge_tiles(union_tiles(tiles, others), attention_cost, S)
         extra = attention_cost.num_scores(wider_tiles, S) - attention_cost.num_scores(tiles, S)
         if SCORE_COST * extra <= max_extra:
@@ -374,7 +374,7 @@ def merge_tiles(tiles: Sequence[Size], attention_cost: AttentionCost, prompt_col
     def num_narrow(tiles: Sequence[Size]) -> int:
         return sum(end - first < attention_cost.min_columns for _, first, end in tile_ranges(tiles))
 
-    merged = [(_round_count(rows), end) for rows, end in tiles]
+    merged = [(bucket(rows, 1), end) for rows, end in tiles]
     while len(merged) > 1:
         choices = [[*merged[:k], (merged[k][0], merged[k + 1][1]), *merged[k + 2 :]] for k in range(len(merged) - 1)]
         best = min(choices, key=lambda tiles: (num_narrow(tiles), num_scores(tiles)))
@@ -389,10 +389,10 @@ def _fine_tiles(
     lengths: Sequence[Sequence[int]], all_lengths: Sequence[int], share: float, slack: float, width: int, longest: int
 ) -> list[Size]:
     """Returns many narrow tiles that hold the rows of each shard and, with some slack, a share of all rows."""
-    last = _round_columns(max(all_lengths), MIN_ROW_COLUMNS, longest)
+    last = _round_columns(max(all_lengths), longest)
     ends = [min(width, last)]
     while ends[-1] < last:
-        ends.append(min(_round_columns(ends[-1] + width, MIN_ROW_COLUMNS), last))
+        ends.append(min(_round_columns(ends[-1] + width), last))
 
     def counts(lengths: Sequence[int]) -> list[int]:
         return [_num_reaching(lengths, first) for first in [0, *ends[:-1]]]
@@ -425,15 +425,7 @@ def _lengths(groups: Sequence[RowGroup]) -> list[int]:
     return [length for group in groups for length in group.lengths]
 
 
-def _round_count(count: int) -> int:
-    """Rounds up to 1, 2, 3, 4, 6, 8, 12, 16, ..."""
-    count = max(count, 1)
-    power = 1 << (count - 1).bit_length()
-    return power // 4 * 3 if power >= 4 and count <= power // 4 * 3 else power
-
-
-def _round_columns(size: int, smallest: int, largest: int = 0) -> int:
-    """Rounds up to `smallest`, 24, 32, 48, 64, 96, 128, ..., but not beyond `largest` if that is enough."""
-    steps = (step for power in range(4, 40) for step in (1 << power, 3 << (power - 1)))
-    columns = next(step for step in steps if step >= max(size, smallest))
-    return max(min(columns, largest), smallest) if largest >= size else columns
+def _round_columns(size: int, largest: int = 0) -> int:
+    """Rounds up to 16, 24, 32, 48, 64, 96, 128, ..., but not beyond `largest` if that is enough."""
+    columns = bucket(size, MIN_COLUMNS)
+    return max(min(columns, largest), MIN_COLUMNS) if largest >= size else columns

@@ -1,6 +1,6 @@
 """Master weights and optimizer state: where they are stored and sharded, and copies of the weights."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -79,7 +79,13 @@ def state_shardings(config: ModelConfig, mesh: Mesh, state: TrainState, offload_
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_pspecs(config, mesh, state))
     if not offload_optimizer:
         return shardings
-    return TrainState(shardings.params, host_shardings(state.params, state.opt_state, shardings.opt_state))
+    weights = _leaves(state.params)
+
+    def stored(path: Any, _: Any, on_devices: Any) -> Any:
+        return on_devices.with_memory_kind(HOST) if _belongs_to_weight(_path(path), weights) else on_devices
+
+    moments = jax.tree_util.tree_map_with_path(stored, state.opt_state, shardings.opt_state)
+    return TrainState(shardings.params, moments)
 
 
 @partial(jax.jit, static_argnames=("dtype",))
@@ -100,16 +106,6 @@ def ema_update(reference: Params, policy: Params, *, alpha: float) -> Params:
 
 # The keys from the root of a tree to a leaf.
 Path = tuple[str, ...]
-
-
-def host_shardings(params: Any, opt_state: Any, shardings: Any) -> Any:
-    """Returns shardings of an optimizer state with the state of weights in host memory."""
-    weights = _leaves(params)
-
-    def sharding(path: Any, _: Any, on_devices: Any) -> Any:
-        return on_devices.with_memory_kind(HOST) if _belongs_to_weight(_path(path), weights) else on_devices
-
-    return jax.tree_util.tree_map_with_path(sharding, opt_state, shardings)
 
 
 def offload_state(params: Any, opt_state: Any) -> Any:
@@ -139,7 +135,8 @@ def update_by_layer(
         own, own_grads = (_nested(leaves, names) for leaves in (weights, gradients))
         like = jax.eval_shape(optimizer.init, own)
         # state that does not belong to a weight is not held back: XLA computes it once for all groups
-        shared, paths = _split(_leaves(like), weights)
+        paths = [path for path in _leaves(like) if _belongs_to_weight(path, weights)]
+        shared = [path for path in _leaves(like) if path not in paths]
         fetched = _after([moments[path] for path in paths], before)
         on_devices = {path: moments[path] for path in shared} | {
             path: jax.device_put(x, moment_shardings[path].with_memory_kind(DEVICE))
@@ -203,12 +200,6 @@ def _path(keys: Any) -> Path:
 
 def _belongs_to_weight(path: Path, weights: Mapping[Path, Any]) -> bool:
     return any(path[first:] in weights for first in range(len(path)))
-
-
-def _split(paths: Iterable[Path], weights: Mapping[Path, Any]) -> tuple[list[Path], list[Path]]:
-    """Splits paths of optimizer state into those that belong to no weight, and the others."""
-    of_weights = [path for path in paths if _belongs_to_weight(path, weights)]
-    return [path for path in paths if path not in of_weights], of_weights
 
 
 def untrained_weights(model: Model, settings: VisionSettings) -> Params:

@@ -487,6 +487,6 @@ def test_environments_that_cannot_be_used_are_refused(environment, message):
 
 def test_rows_name_environments():
     with pytest.raises(
-        ValueError, match=r"which is not an environment of the run; it has echo, other; did you mean echo"
+        ValueError, match=r"which is not an environment of the run; choose from echo, other; did you mean echo"
     ):
         make_rules(TOKENIZER, EpisodeSettings(), (), {"echo": Echo, "other": Echo}).setup_of({"environment": "ech"})

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,10 @@ import numpy as np
 import pytest
 
 from groupax.models import experts
-from groupax.models.config import ClampedSwiglu
+from groupax.models.config import ClampedSwiglu, NormKind
 from groupax.models.experts import loop_over_experts, ragged_experts
 from groupax.models.kernels.triton_matmul import grouped_matmul
-from groupax.models.layers import NORMS
+from groupax.models.layers import norm
 from groupax.models.matmul import cpu_multiplies_bfloat16, matmul, matmul_nt
 from tests.conftest import assert_trees_match, rest_heavy
 
@@ -206,10 +207,10 @@ def value_and_gradients(norm, x, weight, cotangent):
 @pytest.mark.drawn(6)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("kind", get_args(NormKind))
 def test_norms_and_their_gradients_follow_their_formulas_in_float64(kind, shape, dtype):
     given = inputs(SHAPES[shape], dtype)
-    ours = jax.jit(lambda *given: value_and_gradients(lambda x, weight: NORMS[kind](x, weight, EPS), *given))(*given)
+    ours = jax.jit(lambda *given: value_and_gradients(lambda x, weight: norm(x, weight, EPS, kind), *given))(*given)
     assert [each.dtype for each in ours] == [dtype] * 3
     with jax.enable_x64(True):
         wide = (jnp.asarray(np.asarray(each, np.float64)) for each in given)

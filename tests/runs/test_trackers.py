@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig
+from groupax.core.errors import EXTRAS
 from groupax.core.types import Rollout
 from groupax.events import StepEnded
-from groupax.runs.trackers.tracker import PACKAGES, TrackedRun, open_tracker, samples_of
+from groupax.runs.trackers.tracker import TrackedRun, open_tracker, samples_of
 from tests.training.test_trainer import PROMPTS, a_trainer
 
 from .lines_tracker import LINES
@@ -202,7 +203,7 @@ def test_the_tracker_and_the_listener_of_the_document(tmp_path, monkeypatch):
     [
         (("wandbb",), "or trackers of your own as 'module:class', got 'wandbb'; did you mean wandb"),
         (("wandb", "wandb"), "names a tracker twice"),
-        (("trackio",), r"cannot be imported \(No module named 'no_such_module_of_it'\).*groupax\[trackio\]"),
+        (("trackio",), r"groupax\[trackio\]' \(No module named 'no_such_module_of_it'\)"),
         (("checked_tracker:Mine",), "the server does not answer"),
     ],
 )
@@ -212,7 +213,7 @@ def test_trackers_that_cannot_be_are_refused_before_the_start(report_to, message
     source += "    def check(cls):\n        raise ValueError('the server does not answer')\n"
     (tmp_path / "checked_tracker.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(PACKAGES, "trackio", "broken_tracker")
+    monkeypatch.setitem(EXTRAS, "trackio", ("broken_tracker",))
     with pytest.raises(ValueError, match=message):
         a_trainer(tmp_path, report_to=report_to)
 

@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from groupax import Engine, LoRAConfig, SamplingParams, add_adapter, init_model
-from groupax.models.adapted import changes_of, stack_adapters
+from groupax.models.adapted import stack_adapters
 from tests.models.test_lora import a_base, trained_randomly
 
 SHAPES = {
@@ -30,7 +29,7 @@ def an_engine(model, adapters=None, **settings):
     given = {"kv_bytes": 1 << 24, "chunk_steps": 4, **settings}
     if not adapters:
         return Engine(model.config, model.params, model.mesh, (0,), **given)
-    changes = [changes_of(each.adapter.trained, jnp.float32) for each in adapters.values()]
+    changes = [each.adapter.trained for each in adapters.values()]
     params = stack_adapters(model.params, changes)
     return Engine(model.config, params, model.mesh, (0,), adapters=tuple(adapters), **given)
 

@@ -13,7 +13,7 @@ from groupax.compat.fields import (
     warn,
     warn_replicated,
 )
-from groupax.core.settings.fields import nearest
+from groupax.core.settings.fields import check_known
 from groupax.core.settings.run import TRACKERS
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
@@ -256,17 +256,10 @@ class TrainingArguments(Arguments):
         """Returns the settings for `optim`, `lr_scheduler_type` and the warm-up."""
         name, scheduler = str(self.optim), str(self.lr_scheduler_type)
         known = [own for own in OPTIMIZERS if name == own or name.startswith(f"{own}_")]
-        if not known:
-            raise ValueError(
-                f"optim {name!r} is not supported; choose from {', '.join(OPTIMIZERS)}{nearest(name, OPTIMIZERS)}"
-            )
+        check_known(known[0] if known else name, OPTIMIZERS, f"optim {name!r} is not supported")
         if "8bit" in name or "4bit" in name or "paged" in name:
             warn(f"optim {name!r}: groupax keeps the optimizer state in float32 on the devices")
-        if scheduler not in SCHEDULERS:
-            raise ValueError(
-                f"lr_scheduler_type {scheduler!r} is not supported; choose from {', '.join(SCHEDULERS)}"
-                f"{nearest(scheduler, SCHEDULERS)}"
-            )
+        check_known(scheduler, SCHEDULERS, f"lr_scheduler_type {scheduler!r} is not supported")
         more = dict(parse_mapping(self.lr_scheduler_kwargs, "lr_scheduler_kwargs"))
         end = more.pop("min_lr", None)
         end = self.learning_rate * more.pop("min_lr_rate") if end is None and "min_lr_rate" in more else end

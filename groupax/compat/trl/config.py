@@ -8,7 +8,7 @@ from groupax.compat.fields import EVAL_SAMPLING, arguments, parse_mapping, scale
 from groupax.compat.trl.arguments import TrainingArguments
 from groupax.compat.trl.batches import trl_schedule
 from groupax.core.schedule import UpdateSchedule
-from groupax.core.settings.fields import nearest, shown
+from groupax.core.settings.fields import check_known, shown
 
 logger = logging.getLogger(__name__)
 
@@ -223,11 +223,7 @@ class OnlineConfig(TrainingArguments):
                 "rewards do not differ and nothing is learned; leave it out"
             )
         for name in given:
-            if name not in GENERATION:
-                raise ValueError(
-                    f"generation_kwargs has {name!r}; choose from {', '.join(GENERATION)} and do_sample"
-                    f"{nearest(name, GENERATION)}"
-                )
+            check_known(name, (*GENERATION, "do_sample"), f"generation_kwargs has {name!r}")
         if "stop" in given and "stop_strings" in given:
             raise ValueError("generation_kwargs has stop and stop_strings, which mean the same; leave one of them out")
         return {GENERATION[name]: value for name, value in given.items()}

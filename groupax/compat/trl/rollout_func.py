@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from groupax.compat.trl.config import GENERATION
-from groupax.core.settings.fields import nearest
+from groupax.core.settings.fields import check_known
 from groupax.core.settings.sampling import SamplingParams
 from groupax.core.types import Prompt
 from groupax.episodes.custom import RolloutFunction, RolloutRequest, Trajectory
@@ -114,6 +114,5 @@ def generate_rollout_completions(
 def _overridden(params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
     names = {**GENERATION, "max_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
     for name in given:
-        if name not in names:
-            raise ValueError(f"generation_overrides has {name!r}; choose from {', '.join(names)}{nearest(name, names)}")
+        check_known(name, names, f"generation_overrides has {name!r}")
     return replace(params, **{names[name]: value for name, value in given.items() if value is not None})

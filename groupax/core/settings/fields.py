@@ -117,6 +117,12 @@ def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {' or '.join(prefix + match for match in matches)}?" if matches else ""
 
 
+def check_known(name: str, known: Collection[str], fault: str) -> None:
+    """Raises a ValueError that lists the known names, and the nearest, if a name is none of them."""
+    if name not in known:
+        raise ValueError(f"{fault}; choose from {', '.join(known)}{nearest(name, known)}")
+
+
 def check_type(name: str, value: Any, kind: Any) -> None:
     """Raises a ValueError if the value of a setting does not have its field's type.
 

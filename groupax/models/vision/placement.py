@@ -5,22 +5,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from groupax.core.types import Image, PromptImages
 from groupax.models.vision.config import VisionConfig
 
 
-def make_image(
-    patches: Float[np.ndarray, "I N C"], grid: tuple[int, int], shown: Bool[np.ndarray, "I N"] | None = None
-) -> Image:
+def make_image(patches: Float[np.ndarray, "I N C"], grid: tuple[int, int]) -> Image:
     """Returns an image with its digest."""
     patches = np.ascontiguousarray(patches, np.float32)
     digest = hashlib.sha256(repr((patches.shape, grid)).encode())
     digest.update(patches.tobytes())
-    if shown is not None and not shown.all():
-        digest.update(np.packbits(shown).tobytes())
-    return Image(digest.hexdigest(), patches, grid, None if shown is None or shown.all() else shown)
+    return Image(digest.hexdigest(), patches, grid)
 
 
 def num_features(config: VisionConfig, image: Image) -> int:

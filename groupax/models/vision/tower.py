@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from groupax.core.types import Image
 from groupax.models.attention import attend_to_shown
 from groupax.models.config import AttentionConfig
-from groupax.models.layers import NORMS, linear, lookup, zero_centered_rms_norm
+from groupax.models.layers import linear, lookup, norm
 from groupax.models.matmul import dense_linear
 from groupax.models.rope import Tables, apply_rope
 from groupax.models.vision.config import (
@@ -83,9 +83,8 @@ def batch_images(config: VisionConfig, images: Sequence[Image]) -> tuple[ImageBa
     for first, image, own in zip(firsts, images, places, strict=True):
         rows = slice(first, first + image.patches.shape[0])
         cells = cells_of(image.grid, config.projector.merge)
-        shown = np.ones(image.patches.shape[:2], bool) if image.shown is None else image.shown
         batch.patches[rows, own] = image.patches
-        batch.shown[rows, own] = shown
+        batch.shown[rows, own] = True
         batch.cells[rows, own] = cells
         if batch.places is not None:
             batch.places[rows, : len(own)] = own
@@ -94,7 +93,7 @@ def batch_images(config: VisionConfig, images: Sequence[Image]) -> tuple[ImageBa
         if tower.interpolated:
             positions, weights = interpolated_positions(tower.positions_per_side, image.grid, cells)
         else:
-            positions, weights = bucketed_positions(tower.positions_per_side, cells, shown)
+            positions, weights = bucketed_positions(tower.positions_per_side, cells)
         batch.positions[rows, own], batch.position_weights[rows, own] = positions, weights
     return batch, (firsts * (N // merged)).astype(np.int32)
 
@@ -144,23 +143,19 @@ def _places(config: VisionConfig, grid: tuple[int, int]) -> Int[np.ndarray, "N"]
 
 
 def bucketed_positions(
-    side: int, cells: Int[np.ndarray, "N 2"], shown: Bool[np.ndarray, "I N"]
-) -> tuple[Int[np.ndarray, "I N 1"], Float[np.ndarray, "I N 1"]]:
-    """Returns the cell of a table of positions in which each patch begins, if the shown part is scaled to the table.
+    side: int, cells: Int[np.ndarray, "N 2"]
+) -> tuple[Int[np.ndarray, "N 1"], Float[np.ndarray, "N 1"]]:
+    """Returns the cell of a table of positions in which each patch begins, if the image is scaled to the table.
 
-    Patches that are not shown have the first one. All is computed in float32, as in transformers' Idefics 3, where a
-    patch may begin exactly at the end of a cell, and rounding decides.
+    All is computed in float32, as in transformers' Idefics 3, where a patch may begin exactly at the end of a cell, and
+    rounding decides.
     """
-    ends = _cell_ends(side)
-    positions = np.zeros(shown.shape, np.int32)
-    for tile, own in enumerate(shown):
-        buckets = []
-        for coordinate in (0, 1):
-            count = np.float32(len(np.unique(cells[own, coordinate])))
-            fraction = cells[:, coordinate].astype(np.float32) * (np.float32(1.0) / count)
-            buckets.append(np.searchsorted(ends, np.minimum(fraction, np.float32(1 - 1e-6)), side="right"))
-        positions[tile] = np.where(own, buckets[0] * side + buckets[1], 0)
-    return positions[..., None], np.ones((*shown.shape, 1), np.float32)
+    ends, buckets = _cell_ends(side), []
+    for coordinate in (0, 1):
+        count = np.float32(len(np.unique(cells[:, coordinate])))
+        fraction = cells[:, coordinate].astype(np.float32) * (np.float32(1.0) / count)
+        buckets.append(np.searchsorted(ends, np.minimum(fraction, np.float32(1 - 1e-6)), side="right"))
+    return (buckets[0] * side + buckets[1]).astype(np.int32)[:, None], np.ones((len(cells), 1), np.float32)
 
 
 def _cell_ends(side: int) -> Float[np.ndarray, "S"]:
@@ -284,7 +279,7 @@ def _project(
             return linear(_joined(x, num), weights["projection"])[None]
         case AveragePool(_, eps):
             pooled = jnp.mean(x.reshape(x.shape[0], -1, num, x.shape[-1]), axis=2)
-            normed = zero_centered_rms_norm(pooled, weights["norm"], eps)
+            normed = norm(pooled, weights["norm"], eps, "zero_centered_rms")
             return dense_linear(normed, weights["projection"].T)[None]
         case PatchMerger(_, layers):
             first, *later = weights["mergers"]
@@ -315,7 +310,7 @@ def _activation(kind: TowerActivation, x: Float[Array, "*M F"]) -> Float[Array, 
 
 def _norm(tower: TowerConfig, x: Float[Array, "B N D"], weights: dict[str, Any], name: str) -> Float[Array, "B N D"]:
     """Applies a norm with its bias, if it has one."""
-    normed, bias = NORMS[tower.norm](x, weights[name], tower.norm_eps), weights.get(f"{name}_bias")
+    normed, bias = norm(x, weights[name], tower.norm_eps, tower.norm), weights.get(f"{name}_bias")
     return normed if bias is None else normed + bias[None, None]
 
 

@@ -6,6 +6,7 @@ A tree is stored flat, by the names of its leaves, so that nothing depends on th
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,8 @@ LEAST_PART_BYTES = 8 * 2**20
 _SAVING = threading.Lock()  # orbax numbers saves without regard to threads, and may take one for another
 
 
-def _quiet(record: logging.LogRecord) -> bool:
-    """Drops records of orbax, which logs every error with its traceback before it raises it."""
-    return "orbax" not in record.pathname
-
-
-logging.getLogger("absl").addFilter(_quiet)
+# Orbax logs every error with its traceback before it raises it.
+logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
 
 def start_writing(folder: Path, trees: Mapping[str, Any]) -> Callable[[], None]:
@@ -35,30 +32,21 @@ def start_writing(folder: Path, trees: Mapping[str, Any]) -> Callable[[], None]:
     Returns:
         A function that waits until everything is written, and raises what went wrong.
     """
-    waits = [_start_writing(folder / name, tree) for name, tree in trees.items()]
-
-    def wait() -> None:
-        for each in waits:
-            each()
-
-    return wait
-
-
-def _start_writing(folder: Path, tree: Any) -> Callable[[], None]:
     import orbax.checkpoint as ocp
 
     alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
     options: dict[str, Any] = {"multiprocessing_options": alone} if num_processes() > 1 else {}
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=_handlers(), **options)
-    checkpointer = ocp.AsyncCheckpointer(handler, **options)
-    with _SAVING:
-        checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(named_leaves(tree)))
+    checkpointers = []
+    for name, tree in trees.items():
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=_handlers(), **options)
+        checkpointers.append(ocp.AsyncCheckpointer(handler, **options))
+        with _SAVING:
+            checkpointers[-1].save((folder / name).absolute(), args=ocp.args.PyTreeSave(named_leaves(tree)))
 
     def wait() -> None:
-        try:
-            checkpointer.wait_until_finished()
-        finally:
-            checkpointer.close()
+        for each in checkpointers:
+            with closing(each):
+                each.wait_until_finished()
 
     return wait
 

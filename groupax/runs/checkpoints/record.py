@@ -132,15 +132,12 @@ def restore_learner(learner: Learner, folder: Path, state: Mapping[str, Any]) ->
     for leaf in jax.tree.leaves(trees_of(learner, with_optimizer=True)):
         leaf.delete()
     params = arrays.read(folder / PARAMS, like[PARAMS])
-    has_own = has_optimizer(folder)
-    optimizer = arrays.read(folder / OPTIMIZER, like[OPTIMIZER]) if has_own else _new_optimizer(learner, params)
+    if has_optimizer(folder):
+        optimizer = arrays.read(folder / OPTIMIZER, like[OPTIMIZER])
+    else:
+        optimizer = _scheduled(jax.jit(learner.optimizer.init)(params), learner.num_updates)
     reference = arrays.read(folder / REFERENCE, like[REFERENCE]) if REFERENCE in like else None
     learner.restore(TrainState(params, optimizer), reference)
-
-
-def _new_optimizer(learner: Learner, params: Any) -> Any:
-    """Returns a fresh optimizer state for saved weights."""
-    return _scheduled(jax.jit(learner.optimizer.init)(params), learner.num_updates)
 
 
 def _restore_progress(learner: Learner, state: Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """The interface of trackers and the built-in ones by name. Imports no jax."""
 
-import importlib
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from groupax.core.errors import EXTRAS, require
 from groupax.core.settings.references import import_attribute
 from groupax.core.types import Metrics, Rollout
 from groupax.runs.rollout_log import beginning, prompt_text, valid_text
@@ -19,7 +19,6 @@ BUILT_IN = {
     "tensorboard": "groupax.runs.trackers.services:TensorBoardTracker",
     "trackio": "groupax.runs.trackers.services:TrackioTracker",
 }
-PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio"}
 
 
 @dataclass(frozen=True)
@@ -74,27 +73,16 @@ def open_tracker(name: str, run: TrackedRun) -> Tracker:
 def check_trackers(names: Sequence[str]) -> None:
     """Raises a ValueError if a package cannot be imported, there is no such tracker, or its `check` fails."""
     for name in names:
-        _check_package(name)
+        if name in BUILT_IN:
+            require(name, f"report_to={name!r}")
         tracker = import_attribute("report_to", BUILT_IN.get(name, name))
         if isinstance(tracker, type) and issubclass(tracker, Tracker):
             tracker.check()
 
 
-def _check_package(name: str) -> None:
-    if name not in PACKAGES:
-        return
-    try:
-        importlib.import_module(PACKAGES[name])
-    except ImportError as error:
-        raise ValueError(
-            f"report_to has {name!r}, and the package {PACKAGES[name]} cannot be imported ({error}); pip install "
-            f"'groupax[{name}]', or leave it out of report_to"
-        ) from error
-
-
 def is_installed(name: str) -> bool:
     """Returns whether the package of a built-in tracker is installed."""
-    return importlib.util.find_spec(PACKAGES[name]) is not None
+    return all(importlib.util.find_spec(module) for module in EXTRAS[name])
 
 
 def samples_of(step: int, rollouts: Sequence[Rollout], num_samples: int) -> list[dict[str, Any]]:
