@@ -249,6 +249,7 @@ def join() -> None:
         _refuse_torchrun(os.environ)
         if arguments is None:
             return
+        jax.config.update("jax_cpu_enable_async_dispatch", False)  # before the backend starts
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.config.update("jax_enable_preemption_service", False)  # processes agree on signals through `peers`
         jax.distributed.initialize(**arguments, **_bind_address(arguments), shutdown_timeout_seconds=30)
