@@ -18,8 +18,8 @@ Spans = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, eq=False)
-class Prompts:
-    """Examples with what they show, their text or their whole conversation, as a prompt.
+class ExampleRows:
+    """Examples by index, with their text or their whole conversation as a prompt whose images are read.
 
     Attributes:
         examples: Rows of a dataset.
@@ -32,11 +32,11 @@ class Prompts:
     name: str
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns an example with its images read (see `images.with_images`), if it has some."""
+        """Returns an example."""
         return self.read(index, self.examples[index])
 
     def read(self, index: int, row: Example) -> dict[str, Any]:
-        """Returns an example, given its row."""
+        """Returns an example, given its row, with its images if it has some (see `images.with_images`)."""
         shown = row["prompt" if self.column == "completion" else self.column]
         if self.column == "completion" and isinstance(shown, list) and isinstance(row["completion"], list):
             shown = [*shown, *row["completion"]]
@@ -48,10 +48,10 @@ class Prompts:
         shown, rest = without_images(read["prompt"]), {name: row[name] for name in row if name not in COLUMNS}
         if self.column != "completion":
             return rest | {self.column: shown}
-        size = len(row["prompt"]) if isinstance(shown, list) else None
-        return (
-            rest | {"prompt": shown[:size]} | ({"completion": shown[size:]} if len(shown[:size]) < len(shown) else {})
-        )
+        if not isinstance(shown, list) or not isinstance(row["completion"], list):
+            return rest | {"prompt": shown}
+        size = len(row["prompt"])
+        return rest | {"prompt": shown[:size], "completion": shown[size:]}
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +59,13 @@ class ExampleImages:
     """The texts in the places of examples' images, and the images when they are needed.
 
     Attributes:
-        prompts: The examples.
+        rows: The examples.
         encoder: Encoder of the model's prompts (`models.vision.processing.PromptEncoder`).
         texts: Texts that stand for the images of each example.
         digests: Digests of the images of each example, none for a text.
     """
 
-    prompts: Prompts
+    rows: ExampleRows
     encoder: Any
     texts: Sequence[Sequence[str]]
     digests: Sequence[tuple[str, ...]]
@@ -76,7 +76,7 @@ class ExampleImages:
         try:
             yield
         except ValueError as error:
-            raise ValueError(f"{self.prompts.name} {index}: {error}") from error
+            raise ValueError(f"{self.rows.name} {index}: {error}") from error
 
     def filled(self, index: int, text: str, spans: Spans = (), is_start: bool = False) -> tuple[str, Spans]:
         """Returns an example's text, or its start, with the texts of its images, and where spans of it are then.
@@ -118,7 +118,7 @@ class ExampleImages:
 
     def of_tokens(self, token_ids: Sequence[np.ndarray]) -> ImagesOfPrompts | None:
         """Returns the images of all examples, whose tokens these are; None if all are texts."""
-        return ImagesOfPrompts(self.prompts, self.encoder, token_ids, self.digests) if any(self.digests) else None
+        return ImagesOfPrompts(self.rows, self.encoder, token_ids, self.digests) if any(self.digests) else None
 
 
 def read_examples(examples: Examples, column: str, encoder: Any, name: str) -> tuple[list[Example], ExampleImages]:
@@ -127,11 +127,11 @@ def read_examples(examples: Examples, column: str, encoder: Any, name: str) -> t
     Raises:
         ValueError: An image cannot be read, or the model cannot see it.
     """
-    prompts = Prompts(examples, column, name)
+    whole = ExampleRows(examples, column, name)
     rows: list[Example] = []
     texts: list[Sequence[str]] = []
     digests: list[tuple[str, ...]] = []
-    found = ExampleImages(prompts, encoder, texts, digests)
+    found = ExampleImages(whole, encoder, texts, digests)
     for index in range(len(examples)):
         row, processed = examples[index], []
         if has_images(row):
@@ -139,10 +139,10 @@ def read_examples(examples: Examples, column: str, encoder: Any, name: str) -> t
                 raise ValueError(
                     f"{name} {index} has images and input_ids; give messages, or a prompt with a completion"
                 )
-            read = prompts.read(index, row)
+            read = whole.read(index, row)
             with found.naming(index):
                 processed = encoder.process(images_of(read))
-            row = prompts.text_of(row, read)
+            row = whole.text_of(row, read)
         rows.append(row)
         texts.append([sys.intern(text) for _, text in processed])
         digests.append(tuple(image.digest for image, _ in processed))

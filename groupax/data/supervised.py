@@ -370,6 +370,8 @@ def _completions(
     """Yields examples of prompts with completions; these start where prompt and example differ."""
     prompts, completions = ([row[column] for row in rows] for column in ("prompt", "completion"))
     if is_conversational(prompts[0]):
+        if odd := next((own for own, each in zip(names, completions, strict=True) if not isinstance(each, list)), None):
+            raise ValueError(f"{odd}: prompts are lists of messages, and its completion is none; give both alike")
         begun = _as_conversations(prompts, rows, names, settings)
         texts = _filled(render_all(tokenizer, begun, with_images=seen is not None), seen, is_start=True)
         prompt_ids = encode_texts(tokenizer, texts, [True] * len(rows))

@@ -220,7 +220,8 @@ def with_adapters(model: Model, adapters: Mapping[str, Model]) -> Params:
     """Returns the weights of a model with adapters of it, stacked.
 
     Raises:
-        ValueError: An adapter is of another base, or has more than low-rank changes.
+        ValueError: An adapter is of another base, has more than low-rank changes, or weights that are not finite: the
+            masked ranks of others' rows are multiplied by them too.
     """
     changes, dtype = [], model.params["embed"].dtype
     for name, each in adapters.items():
@@ -229,6 +230,8 @@ def with_adapters(model: Model, adapters: Mapping[str, Model]) -> Params:
                 f"{name} is not an adapter of the same model in memory; load it by load_adapter(model, ...)"
             )
         changes.append(jax.tree.map(lambda x: x.astype(dtype), as_plain(each.adapter).trained))
+        if not all(jnp.isfinite(x).all() for x in jax.tree.leaves(changes[-1])):
+            raise ValueError(f"{name} has weights that are not finite, which would spoil other rows of its batches")
     return stack_adapters(model.params, changes)
 
 

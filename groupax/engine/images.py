@@ -162,15 +162,28 @@ def lookup_tokens(sequence: Sequence) -> Int[np.ndarray, "S"]:
     return tokens
 
 
-def check_images(config: VisionConfig, sequence: Sequence) -> None:
-    """Raises a ValueError if a prompt has more or fewer tokens that stand for images than its images have features."""
-    images, num = sequence.images, int(np.isin(sequence.prompt, config.placeholder_ids).sum())
-    expected = 0 if images is None else sum(images.num_tokens)
+def check_images(config: VisionConfig | None, sequence: Sequence) -> None:
+    """Checks that a sequence has the images that its prompt's tokens stand for.
+
+    Raises:
+        ValueError: It has others, the model sees no images, or the prompt ends within an image.
+    """
+    images, prompt = sequence.images, np.asarray(sequence.prompt)
+    if config is None:
+        if images is not None:
+            raise ValueError("a prompt has images, and the model reads text only; give a model that sees images")
+        return
+    is_image = np.isin(prompt, config.placeholder_ids)
+    num, expected = int(is_image.sum()), 0 if images is None else sum(images.num_tokens)
     if num != expected:
         raise ValueError(
             f"a prompt has {num} tokens that stand for images ({', '.join(map(str, config.placeholder_ids))}), and its "
             f"{0 if images is None else len(images.images)} images have {expected} features"
         )
+    if images is not None and not np.array_equal(continued(images, len(prompt)).feature_index >= 0, is_image):
+        raise ValueError("the tokens of a prompt that stand for images are not where its images are")
+    if is_image[-1]:
+        raise ValueError("a prompt ends with an image; a text must follow it, such as the start of the answer")
 
 
 def text_tokens(config: VisionConfig | None, logits: Float[Array, "B V"]) -> Bool[Array, "B V"] | None:

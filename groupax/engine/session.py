@@ -81,7 +81,7 @@ class Session:
         sequences = list(sequences)
         vision = self.engine.config.vision
         for sequence in sequences:
-            if vision is not None:
+            if vision is not None or sequence.images is not None:
                 check_images(vision, sequence)
         self._plan.check(self._plan.demand(sequences, self.engine.expected))
 

@@ -249,14 +249,13 @@ def join() -> None:
         _refuse_torchrun(os.environ)
         if arguments is None:
             return
-        jax.config.update("jax_cpu_enable_async_dispatch", False)  # before the backend starts
+        # programs with collectives must reach all devices in the same order; initialize() starts the backend
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.config.update("jax_enable_preemption_service", False)  # processes agree on signals through `peers`
         jax.distributed.initialize(**arguments, **_bind_address(arguments), shutdown_timeout_seconds=30)
     if jax.process_count() == 1:
         return
-    # programs with collectives must reach all processes in the same order
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
     _peers = _connect(jax.process_index(), jax.process_count())
     atexit.register(_end)
 

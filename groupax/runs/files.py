@@ -180,7 +180,7 @@ def check_writable(folder: Path) -> None:
 def parsed_record(text: bytes) -> Mapping[str, Any]:
     """Returns a record of an earlier process; empty if it is damaged."""
     try:
-        content = json.loads(text or b"{}")
+        content = json.loads(text.decode(errors="replace") or "{}")
     except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -187,7 +187,7 @@ def _said(path: Path, item: Item) -> tuple[str, str, float | None]:
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     """Returns the objects in a file of lines, null as NaN, without damaged lines."""
     try:
-        lines = read_file(path, MAX_LOG_BYTES).decode(errors="replace").encode().split(b"\n")
+        lines = read_file(path, MAX_LOG_BYTES).split(b"\n")
     except OSError:
         return []
     records = filter(None, map(parsed_record, lines))

@@ -60,7 +60,7 @@ def with_images(
     num, end = 0, 0
     row_starts = iter(starts)
     for group in groups:
-        before, size_of_prompt = end, group.prompt  # which all rows of the group write alike
+        before, size_of_prompt = end, group.prompt
         end += group.prompt
         for row, start, length in zip(
             group.rows, row_starts, group.lengths, strict=False
@@ -78,10 +78,10 @@ def with_images(
                 of_features[first : first + size] = firsts[image.digest] + np.arange(size)
                 first += size
             placed = continued(given, size_of_prompt + length)
-            for own, part in (
-                (slice(before, end), slice(size_of_prompt)),
-                (slice(start, start + length), slice(size_of_prompt, None)),
-            ):
+            parts = [(slice(start, start + length), slice(size_of_prompt, None))]
+            if row == group.rows[0]:
+                parts.append((slice(before, end), slice(size_of_prompt)))
+            for own, part in parts:
                 feature_index = placed.feature_index[part]
                 index[own] = np.where(feature_index >= 0, of_features[feature_index], -1)
                 blocks[own] = image_blocks(feature_index)

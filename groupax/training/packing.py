@@ -48,7 +48,7 @@ class MicroBatch:
     loss_inputs: LossInputs  # inputs of the loss for each row; padding rows have no token that counts
     # a number per token that does not depend on the packing, from which its dropout is drawn
     dropout_ids: UInt32[Any, "M"]
-    # features of the images of its prompts; None without images, and until they are known
+    # features of the images of its rows; None without images, and until they are known
     features: Features | None = None
 
 
@@ -59,7 +59,7 @@ class Packed:
     batch: MicroBatch  # arrays on the host
     rows: Int[np.ndarray, "B"]  # index among the packed rows for each row of `batch.cells`, -1 for padding
     num_tokens: int  # number of tokens that the devices compute, padding included
-    # different images of the prompts of each shard, in the order of their features; empty without images
+    # different images of the rows of each shard, in the order of their features; empty without images
     images: Sequence[Sequence[Image]] = ()
 
 

@@ -55,8 +55,8 @@ HALVINGS = (0, 1, 2, 3)
 MAX_SPLITS = 24
 # By how much known shapes that fit may cost more than a new one: a share of the step and a number of tokens, times the
 # square of the number of shapes before it. Compiling takes seconds, and small steps take less. What the new shape saves
-# is saved in later steps too, of which there are likely more, the more the known ones have served: the cost is halved
-# after `SERVED_UPDATES`, and so on.
+# is saved in later steps too, likely in more of them the longer the known ones have served: after n updates the cost is
+# divided by 1 + n / SERVED_UPDATES.
 COMPILE_FRAC, COMPILE_TOKENS, SERVED_UPDATES = 0.02, 80, 10
 # The number of rows or prompts and their columns; of a tile its number of rows and the column where it ends.
 Size = tuple[int, int]

@@ -109,7 +109,7 @@ LINES = {
     "compat": 3770,
     "core": 3460,
     "data": 3520,
-    "engine": 4280,
+    "engine": 4300,
     "episodes": 3230,
     "evaluation": 630,
     "events": 210,
@@ -127,7 +127,7 @@ LINES = {
     "trainer": 424,
     "training": 2070,
 }
-TEST_LINES = 31886
+TEST_LINES = 31908
 FILES = 329
 MODULES = 191  # that groupax.trainer imports, also inside of functions
 

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
 from groupax import Engine, LoRAConfig, SamplingParams, add_adapter, init_model
+from groupax.engine.core import with_adapters
 from groupax.models.adapted import stack_adapters
 from tests.models.test_lora import a_base, trained_randomly
 
@@ -66,6 +68,14 @@ def of_latent_attention():
             ("two", 2, ["kv_a_proj_with_mqa", "kv_b_proj"]),
         )
     }
+
+
+def test_an_adapter_that_would_spoil_other_rows_is_refused():
+    base, adapters = of_attention()
+    trained = jax.tree.map(lambda x: x * np.nan, adapters["one"].adapter.trained)
+    broken = replace(adapters["one"], adapter=replace(adapters["one"].adapter, trained=trained))
+    with pytest.raises(ValueError, match="two has weights that are not finite, which would spoil other rows"):
+        with_adapters(base, {"one": adapters["one"], "two": broken})
 
 
 @pytest.mark.drawn(4, "adapters")

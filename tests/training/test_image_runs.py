@@ -26,7 +26,7 @@ from groupax.engine.images import check_images, lookup_tokens
 from groupax.engine.prefix_cache import Prefix, PrefixCache
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
-from groupax.models.vision.placement import continued, place_images
+from groupax.models.vision.placement import continued, num_features, place_images
 from groupax.models.weights.checkpoint import add_adapter
 from groupax.runs.build import learner_settings
 from groupax.training.learner import Learner
@@ -215,6 +215,14 @@ def test_a_sequence_must_have_the_images_that_its_tokens_stand_for():
     check_images(config, a_sequence(np.concatenate([ids, [5, 6]]), placed))
     with pytest.raises(ValueError, match="its 0 images have 0 features"):
         check_images(config, a_sequence(ids, None))
+    with pytest.raises(ValueError, match="are not where its images are"):
+        check_images(config, a_sequence(np.roll(ids, 1), placed))
+    with pytest.raises(ValueError, match="the model reads text only"):
+        check_images(None, a_sequence(ids, placed))
+    image = placed.images[0]
+    ends = np.array([3] + [IMAGE] * num_features(config, image))
+    with pytest.raises(ValueError, match="ends with an image"):
+        check_images(config, a_sequence(ends, place_images(config, ends, [image])))
 
 
 # -- engine and updates
@@ -383,7 +391,7 @@ def test_supervised_examples_have_the_log_probs_of_whole_rows(tmp_path, family, 
     folder = model_folder(family, tmp_path / "model")
     rows = PAIRS if settings is None else TALKS
     if family == "gemma3" and settings is not None:
-        with pytest.raises(ValueError, match="train_dataset 0 has an image after the first token to learn"):
+        with pytest.raises(ValueError, match="train_dataset 0: it has an image after the first token to learn"):
             supervised(tmp_path / "run", folder, rows, **settings)
         return
     trainer = supervised(tmp_path / "run", folder, rows, **settings or {})
@@ -453,7 +461,11 @@ def test_supervised_training_with_images_resumes_bit_for_bit(tmp_path):
         (TALKS, {"packing": True, "packing_strategy": "wrapped"}, "train_dataset 0: it has images, and packing_strat"),
         (TALKS, {"packing": True, "packing_strategy": "bfd_split", "max_length": 40}, "'bfd_split' would cut it"),
         ([{"input_ids": [1, 2], "image": an_image(0)}], {}, "train_dataset 0 has images and input_ids"),
-        ([PAIRS[0] | {"completion": "text"}], {}, r"train_dataset 0.*must be a .* list of messages|could not|str"),
+        (
+            [PAIRS[0] | {"completion": "text"}],
+            {},
+            "train_dataset 0: prompts are lists of messages, and its completion is none",
+        ),
         ([{"text": "<image> <fake_token_around_image>", "image": None}], {}, "its text has 1 tokens that stand"),
         ([{"messages": TALK, "image": an_image(0)}], {}, "has 1 images in its column and 2 parts"),
         ([{"text": "no place", "image": an_image(0)}], {}, "train_dataset 0: the text has 0 placeholders"),

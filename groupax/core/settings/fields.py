@@ -247,8 +247,9 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin is Callable:
         return callable(value)
     if origin in (dict, Mapping):
-        fits = lambda key, each: _fits(key, inner[0]) and (inner[1] is Any or _fits(each, inner[1]))  # noqa: E731
-        return isinstance(value, Mapping) and all(fits(*item) for item in value.items())
+        pairs = value.items() if isinstance(value, Mapping) else ()
+        fits = (_fits(key, inner[0]) and (inner[1] is Any or _fits(each, inner[1])) for key, each in pairs)
+        return isinstance(value, Mapping) and all(fits)
     if kind in _NUMBERS:
         return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
     return value is None if kind is type(None) else isinstance(value, kind)
